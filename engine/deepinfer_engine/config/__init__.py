@@ -1,0 +1,1 @@
+"""Model configuration and deployment profiles. Nothing here imports torch."""
