@@ -1,0 +1,1 @@
+"""Operations of the engine: specifications, the plain torch reference of each, faster implementations beside it."""
