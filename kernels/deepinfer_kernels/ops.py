@@ -125,6 +125,8 @@ OPS: dict[str, OpSpec] = {
         # ------------------------------------------------------------ engram
         _spec("engram_hash", "engram", "table rows of the n-grams ending at each token", {"classes": "T nmax i64"},
               {"ids": "T columns i64"}, EXACT, lambda d: 8 * d["T"] * d["columns"]),
+        _spec("dequantise_table", "engram", "values of gathered table rows", {"weight": "M width u8", "scale": "M w/32"},
+              {"e": "M width act"}, EXACT, lambda d: 3 * d["M"] * d["width"]),
         _spec("engram_gate", "engram", "mix the looked-up value into the streams",
               {"X": "T C H act", "projected": "T (C+1)H act"}, {"X": "T C H act", "gate": "T C f32"}, _BF16,
               lambda d: 2 * d["T"] * (3 * d["C"] + 1) * d["H"], lambda d: 8 * d["T"] * d["C"] * d["H"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_kernels.reference import quantise as q
 from deepinfer_kernels.reference.numerics import Numerics
 
 
@@ -25,6 +26,11 @@ def engram_hash(
         roll = roll ^ value[:, lag]
         columns.append(roll.unsqueeze(-1) % primes[lag - 1] + offsets[lag - 1])
     return torch.cat(columns, -1)
+
+
+def dequantise_table(num: Numerics, weight: Tensor, scale: Tensor) -> Tensor:
+    """Values [M, width] of gathered table rows: E4M3 bytes [M, width], one E8M0 scale per 32 [M, width/32]; exact."""
+    return num.round(q.dequantise_rows(weight, scale))
 
 
 def engram_gate(
