@@ -1,0 +1,1 @@
+"""Operations on tensors: one specification and reference per operation, and implementations per backend."""
