@@ -34,7 +34,7 @@ from deepinfer_cli.options import Session
 from deepinfer_engine.errors import DeepInferError
 
 #: Base of every complaint about a command line; Typer exports only its subclass BadParameter.
-_CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 _EPILOG = "Exit codes: 0 done, 1 bug, 2 usage, 3 not ready, 4 bad artefact, 5 partial, 6 check failed, 7 peer lost."
 
@@ -138,20 +138,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         render.error(exc.message, exc.hint)
         return exc.exit_code
     except _CommandLineError as exc:
-        render.error(_first_lower(exc.format_message().replace("Value error, ", "").rstrip(".")), _usage_hint(exc))
+        render.error(*_usage_error(exc))
         return 2
     except Exception as exc:  # the process boundary: whatever arrives here is a bug and is kept for its report
         render.error(f"this is a bug in deepinfer: {type(exc).__name__}: {exc}", f"report it with {_keep_traceback()}")
         return 1
 
 
-def _usage_hint(exc: Any) -> str:
+def _usage_error(exc: Any) -> tuple[str, str]:
+    """Message and hint of a complaint about the command line, in the form of all other errors."""
+    text = exc.format_message().replace("Value error, ", "").rstrip(".")
     ctx = getattr(exc, "ctx", None)
-    return f"{ctx.command_path if ctx is not None else 'deepinfer'} --help"
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    return text[:1].lower() + text[1:], f"{ctx.command_path if ctx is not None else 'deepinfer'} --help"
 
 
 def _keep_traceback() -> str:
