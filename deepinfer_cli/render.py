@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,6 +38,36 @@ def error(message: str, hint: str | None = None) -> None:
     label = _paint("error:", "1;31", sys.stderr)
     tail = f"\n\n{_paint('hint:', '1;36', sys.stderr)} {hint}" if hint else ""
     sys.stderr.write(f"{label} {message}{tail}\n")
+
+
+def panel(title: str, body: str, *, quiet: bool = False) -> None:
+    """A titled block of the story, on stderr; nothing when quiet."""
+    if not quiet:
+        indented = "".join(f"  {line}\n" for line in body.splitlines())
+        sys.stderr.write(f"{_paint(title, '1', sys.stderr)}\n{indented}")
+
+
+def dim(text: str, stream: TextIO) -> str:
+    """Text in the background: thinking, while the answer is to come."""
+    return _paint(text, "2", stream)
+
+
+@contextmanager
+def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr while the block runs: call the yielded function with (done, total).
+
+    Only on a terminal; elsewhere, and when quiet, calls do nothing.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _paint(text: str, code: str, stream: TextIO) -> str:

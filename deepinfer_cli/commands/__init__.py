@@ -20,5 +20,7 @@ class Verb(NamedTuple):
 
 #: In the order of ``deepinfer --help``.
 VERBS: tuple[Verb, ...] = (
+    Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
+    Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
 )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from deepinfer_kernels.registry import KernelError, Ops, resolve
 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
@@ -25,6 +24,7 @@ from deepinfer_engine.tokens.classes import check_classes
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_kernels.registry import KernelError, Ops, resolve
 
 
 class Engine:
@@ -76,11 +76,10 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request. Refuses ids outside the vocabulary, image tokens and what can never fit."""
         config = self.config
+        last = config.vocab_size - 1
         for position, token in enumerate(request.token_ids):
-            if not 0 <= token < config.vocab_size:
-                raise UsageError(
-                    f"request {request.id!r}: token {token} at position {position} is outside 0..{config.vocab_size - 1}"
-                )
+            if not 0 <= token <= last:
+                raise UsageError(f"request {request.id!r}: token {token} at position {position} is not in 0..{last}")
         if config.image_token_id is not None and config.image_token_id in request.token_ids:
             raise UsageError(f"request {request.id!r}: image tokens need the vision tower, which this engine skips")
         seed = request.sampling.seed

@@ -94,7 +94,7 @@ OPS: dict[str, OpSpec] = {
               {"q": "T N D act", "keys": "T K D act", "mask": "T K bool", "sink": "N f32"}, {"o": "T N D act"}, _BF16,
               lambda d: d["T"] * d["K"] * d["D"] + 4 * d["T"] * d["N"] * d["D"],
               lambda d: 4 * d["T"] * d["N"] * d["K"] * d["D"]),
-        _spec("pool_pairs", "compress", "gated pooling of a token pair", {"first": "T D f32 ×2", "second": "T D f32 ×2"},
+        _spec("pool_pairs", "compress", "gated pooling of a token pair", {"first": "T D f32", "second": "T D f32"},
               {"z": "T D act"}, _BF16, lambda d: 18 * d["T"] * d["D"], lambda d: 6 * d["T"] * d["D"]),
         # ------------------------------------------------------------- index
         _spec("quantise_index_query", "cache", "index queries as the scorer sees them", {"iq": "T N Di act"},
@@ -125,7 +125,7 @@ OPS: dict[str, OpSpec] = {
         # ------------------------------------------------------------ engram
         _spec("engram_hash", "engram", "table rows of the n-grams ending at each token", {"classes": "T nmax i64"},
               {"ids": "T columns i64"}, EXACT, lambda d: 8 * d["T"] * d["columns"]),
-        _spec("dequantise_table", "engram", "values of gathered table rows", {"weight": "M width u8", "scale": "M w/32"},
+        _spec("dequantise_table", "engram", "values of gathered rows", {"weight": "M width u8", "scale": "M w/32"},
               {"e": "M width act"}, EXACT, lambda d: 3 * d["M"] * d["width"]),
         _spec("engram_gate", "engram", "mix the looked-up value into the streams",
               {"X": "T C H act", "projected": "T (C+1)H act"}, {"X": "T C H act", "gate": "T C f32"}, _BF16,

@@ -37,7 +37,9 @@ def attention(config: ModelConfig, layer: Layer, x: Tensor, phase: Phase, step: 
         publish_selection(config, plan, weights.indexer, x, qr, phase, step)
     o = _attend(config, layer, q, local, phase, step)
     slots = step.batch.ring_slot_T
-    step.kv.write_window(plan.layer, slots[phase.query] if phase.after_cut and phase.query is not None else slots, packed)
+    if phase.after_cut and phase.query is not None:
+        slots = slots[phase.query]
+    step.kv.write_window(plan.layer, slots, packed)
     step.probe("window_rows", plan.layer, local)
     o = ops.rope(o, rope.cos, rope.sin, inverse=True)
     y = ops.linear_grouped(o.flatten(1).unflatten(1, (config.o_groups, -1)), weights.wo_a)

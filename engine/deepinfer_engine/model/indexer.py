@@ -81,9 +81,7 @@ def _score(
         raw.append(scores)
         if bites:
             blocks.append(
-                ops.candidate_blocks(
-                    scores, seen, block=config.candidate_block_size, keep=config.candidate_topk_blocks
-                )
+                ops.candidate_blocks(scores, seen, block=config.candidate_block_size, keep=config.candidate_topk_blocks)
             )
         if restrict is not None:
             scores = ops.restrict_to_candidates(scores, restrict[:, part], block=config.candidate_block_size)

@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from deepinfer_kernels.reference.norm import rope_frequencies
 from torch import Tensor
 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.runtime.batch import Batch, RowSpan
+from deepinfer_kernels.reference.norm import rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,7 @@ class Phase:
         width = min(self.layout.window, max(s.end for s in self.spans))
         floors = [s.floor_decoder if self.after_cut else s.floor_encoder for s in self.spans]
         per_row = torch.tensor(
-            [
-                [max(0, floor), s.start, s.first]
-                for floor, s in zip(floors, self.local_spans, strict=True)
-            ],
+            [[max(0, floor), s.start, s.first] for floor, s in zip(floors, self.local_spans, strict=True)],
             dtype=torch.int64,
         ).to(device, non_blocking=True)
         floor, local_start, local_first = per_row[self.row].unbind(-1)
@@ -155,9 +152,7 @@ class Step:
     per group, the published blocks [B, C, blocks], or None where the filter cannot bite.
     """
 
-    def __init__(
-        self, frequencies: dict[bool, Tensor], batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Any = None
-    ):
+    def __init__(self, frequencies: dict[bool, Tensor], batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Any = None):
         self.batch = batch
         self.frequencies = frequencies
         self.probing = probe is not None
@@ -179,9 +174,7 @@ class Step:
         tail_spans = _tail_spans(batch.rows) if trimmed else batch.rows
 
         def phase(query: Tensor | None, spans: tuple[RowSpan, ...], local: tuple[RowSpan, ...], after: bool) -> Phase:
-            return Phase(
-                batch, self.layout, ropes, query=query, query_spans=spans, local_spans=local, after_cut=after
-            )
+            return Phase(batch, self.layout, ropes, query=query, query_spans=spans, local_spans=local, after_cut=after)
 
         self.before = phase(None, batch.rows, batch.rows, False)
         self.at_cut = phase(batch.tail_T, tail_spans, batch.rows, False) if trimmed else self.before

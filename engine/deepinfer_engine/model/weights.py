@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepinfer_kernels.reference.linear import Weight
-from deepinfer_kernels.reference.moe import ExpertBank
 from torch import Tensor
 
 from deepinfer_engine.config.model import LayerPlan, ModelConfig
 from deepinfer_engine.dist.mesh import Placement
+from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.moe import ExpertBank
 
 if TYPE_CHECKING:
     from deepinfer_engine.weights.checkpoint import Checkpoint

@@ -61,8 +61,8 @@ class Batch:
     """Tensors of one step (int64 unless said). T tokens, B rows, P blocks of the longest table.
 
     ``lag_ids_TN``: token at lag 0..nmax−1, −1 before the start. ``ring_slot_T`` / ``pair_slot_T``: PAD for rows that a
-    later row of the same chunk overwrites. ``block_slot_T``: ratio-1 entry slot or PAD. ``tail_T``: tokens that continue
-    past the cut, None = all. ``logits_T``: indices into those tokens.
+    later row of the same chunk overwrites. ``block_slot_T``: ratio-1 entry slot or PAD. ``tail_T``: tokens that
+    continue past the cut, None = all. ``logits_T``: indices into those tokens.
     """
 
     rows: tuple[RowSpan, ...]

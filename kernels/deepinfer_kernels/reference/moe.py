@@ -73,10 +73,10 @@ def moe_experts_grouped(
 ) -> Tensor:
     """``moe_experts`` as three grouped matrix products: no loop over slots, no host synchronisation. bf16 only."""
     ends = counts.cumsum(0).to(torch.int32)
-    g = torch._grouped_mm(rows, bank.w1.dense.mT, offs=ends)
-    u = torch._grouped_mm(rows, bank.w3.dense.mT, offs=ends)
+    g = F.grouped_mm(rows, bank.w1.dense.mT, offs=ends)
+    u = F.grouped_mm(rows, bank.w3.dense.mT, offs=ends)
     a = swiglu(num, g, u, limit, weight)
-    return torch._grouped_mm(a, bank.w2.dense.mT, offs=ends)
+    return F.grouped_mm(a, bank.w2.dense.mT, offs=ends)
 
 
 def moe_combine(num: Numerics, y: Tensor, order: Tensor, shared: Tensor, k: int) -> Tensor:
