@@ -1,4 +1,5 @@
-"""JSON that was handed to us, read strictly: a regular file, bounded, UTF-8, no duplicate keys, no NaN or Infinity.
+"""JSON that was handed to us, read strictly: a regular file, bounded, UTF-8, no duplicate keys, no unpaired
+surrogates, finite numbers and integers of 64 bits.
 
 ``describe_bytes`` recognises what people get instead of the file they wanted (a Git LFS pointer, a web page).
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -48,9 +50,16 @@ def parse_json(data: bytes | str) -> Any:
     """The value of a strict JSON document; raises ``ValueError`` with one sentence."""
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_int64, parse_float=_finite
+        )
+        if "\\ud" in text.lower():  # escapes of surrogates: only pairs mean a character
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeDecodeError as exc:
         raise ValueError(f"not UTF-8 at byte {exc.start}") from None
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as exc:
@@ -70,6 +79,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _int64(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise ValueError(f"integer {printable(text, 24)} does not fit 64 bits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number {printable(text, 24)} is not finite")
+    return value
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_engine.config.model import ModelConfig, parse_model_config
+from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.config.model_v4 import AnyConfig, parse_any_config, require_v41
 from deepinfer_engine.config.strict_json import read_json_object
 from deepinfer_engine.errors import ArtefactError, CapacityError, CheckpointError
 from deepinfer_engine.weights.header import ShardHeader, StoredTensor
@@ -44,9 +45,9 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux
 class Checkpoint:
     """An open checkpoint. Make one with ``Checkpoint.open``; files are mapped on first use and never written."""
 
-    def __init__(self, directory: Path, raw_config: dict[str, Any], config: ModelConfig, plan: dict[str, TensorSpec],
+    def __init__(self, directory: Path, raw_config: dict[str, Any], config: AnyConfig, plan: dict[str, TensorSpec],
                  files: dict[str, str], inventory: Inventory):  # fmt: skip
-        self.directory, self.raw_config, self.config, self.plan = directory, raw_config, config, plan
+        self.directory, self.raw_config, self.any_config, self.plan = directory, raw_config, config, plan
         self.warnings = inventory.warnings
         self._files, self._inventory = files, inventory
         self._maps: dict[str, mmap.mmap] = {}
@@ -55,13 +56,14 @@ class Checkpoint:
     def open(cls, directory: str | Path, *, groups: Iterable[Group] = ("backbone", "engram")) -> Checkpoint:
         """Validate the checkpoint in ``directory``; the tensors of ``groups`` must all be there.
 
-        Other groups may be wholly absent. Raises ``CheckpointError`` with every problem (exit 4).
+        Other groups may be wholly absent; a group that the config does not have needs nothing.
+        Raises ``CheckpointError`` with every problem (exit 4).
         """
         directory = Path(directory)
         if not directory.is_dir():
             raise ArtefactError(f"{directory}: not a directory", hint="give a directory that holds config.json")
         raw_config = read_json_object(directory / "config.json")
-        config = parse_model_config(raw_config, where=str(directory / "config.json"))
+        config = parse_any_config(raw_config, where=str(directory / "config.json"))
         plan = tensor_plan(config)
         problems: list[str] = []
         inventory = scan_directory(directory, problems)
@@ -69,6 +71,11 @@ class Checkpoint:
         if problems:
             raise CheckpointError(str(directory), problems, hint="fetch the checkpoint again, or compare its files")
         return cls(directory, raw_config, config, plan, files, inventory)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of a model that this engine runs; raises ``ArtefactError`` for a V4 checkpoint."""
+        return require_v41(self.any_config, where=str(self.directory))
 
     @cached_property
     def groups_present(self) -> frozenset[Group]:
@@ -155,9 +162,15 @@ class Checkpoint:
         return mapped
 
     def _check_values(self, name: str, flat: torch.Tensor) -> None:
+        import torch
+
         # Engram scales (12 GB each) are left to the gather, which sees the rows that are really used.
         if self.plan[name].kind in ("fp8_scale", "fp4_scale") and bool((flat == 255).any()):
             raise ArtefactError(f"tensor {name} in {self._file(name)}: scale byte 255 is not a number")
+        if name.endswith(".tid2eid"):
+            ids, experts = flat.view(torch.int64), self.any_config.n_routed_experts
+            if bool(((ids < 0) | (ids >= experts)).any()):
+                raise ArtefactError(f"tensor {name} in {self._file(name)}: names experts outside 0..{experts - 1}")
 
 
 def _sample(header: ShardHeader) -> str:

@@ -4,7 +4,7 @@ The single source of truth for validator, reader, writer and ``inspect``. Names 
 checkpoints, which have neither a ``model.`` prefix nor ``lm_head``. The order is the official one: vision tower |
 embedding | one shard per layer (without its Engram) | head | one per draft stage | one per Engram layer.
 
-For the released V4.1-Flash config: 96,085 tensors, 510,286,023,000 bytes.
+For the released V4.1-Flash config: 96,085 tensors, 510,286,023,000 bytes. The V4 family is in ``plan_v4``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.config.model_v4 import AnyConfig, V4Config
+from deepinfer_engine.errors import ArtefactError
+from deepinfer_engine.weights.plan_v4 import v4_families
 from deepinfer_engine.weights.tensor_spec import Family, FamilyBuilder, Group, TensorSpec
 
-
-def tensor_plan(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor that a complete checkpoint of this config holds, by name, in official order."""
-    return {spec.name: spec for family in tensor_families(config) for spec in family.expand()}
+#: The release has 96,085 tensors; a config that implies ten times that is damaged, and listing it would take minutes.
+MAX_TENSORS = 1_000_000
 
 
-def tensor_families(config: ModelConfig) -> tuple[Family, ...]:
-    """The same plan with the experts of a layer folded into one ``Family`` (about 1,000 specs, not 96,085)."""
-    return tuple(_v41_families(config))
+def tensor_plan(config: AnyConfig) -> dict[str, TensorSpec]:
+    """Every tensor that a complete checkpoint of this config holds, by name, in official order.
+
+    Raises ``ArtefactError`` for a config that implies more than ``MAX_TENSORS``.
+    """
+    families = tensor_families(config)
+    total = sum(f.tensors for f in families)
+    if total > MAX_TENSORS:
+        raise ArtefactError(f"the config implies {total} tensors, more than {MAX_TENSORS} is no model of this family")
+    return {spec.name: spec for family in families for spec in family.expand()}
+
+
+def tensor_families(config: AnyConfig) -> tuple[Family, ...]:
+    """The same plan with the experts of a layer folded into one ``Family`` (about 2,000 specs, not 96,085)."""
+    if isinstance(config, ModelConfig) and config.vision is not None and config.vision.num_hidden_layers > 4096:
+        raise ArtefactError(f"vision_config.num_hidden_layers is {config.vision.num_hidden_layers}, at most 4096")
+    return tuple(v4_families(config) if isinstance(config, V4Config) else _v41_families(config))
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,7 @@ class ParameterSummary:
     parameters_by_component: dict[str, int]
 
 
-def parameter_summary(config: ModelConfig, *, groups: tuple[Group, ...] | None = None) -> ParameterSummary:
+def parameter_summary(config: AnyConfig, *, groups: tuple[Group, ...] | None = None) -> ParameterSummary:
     """Sum the plan of ``config`` over ``groups`` (all of them by default)."""
     elements: Counter[str] = Counter()
     group_bytes: Counter[str] = Counter()

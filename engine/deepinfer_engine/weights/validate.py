@@ -103,9 +103,8 @@ def check_plan(
     for name, spec in plan.items():
         file = found.get(name)
         if file is None:
-            indexed_file = (inventory.indexed or {}).get(name)
-            if spec.group not in absent and indexed_file not in inventory.missing_files:
-                problems.append(_missing(name, spec, found, inventory, indexed_file))
+            if spec.group not in absent and _readable(name, inventory):
+                problems.append(_missing(name, spec, found))
             continue
         stored = inventory.headers[file].tensors[name]
         reason = _mismatch(spec, stored, block)
@@ -231,10 +230,16 @@ def _report_missing_files(
             problems.append(f"shard {printable(file)} missing (the index puts {len(names[file])} tensors there)")
 
 
-def _missing(name: str, spec: TensorSpec, found: dict[str, str], inventory: Inventory, indexed_file: str | None) -> str:
+def _readable(name: str, inventory: Inventory) -> bool:
+    """Whether the shard where ``name`` should be could be read; otherwise the shard itself is the problem."""
+    if inventory.indexed is None:
+        return bool(inventory.headers)
+    file = inventory.indexed.get(name)
+    return file is None or file in inventory.headers
+
+
+def _missing(name: str, spec: TensorSpec, found: dict[str, str]) -> str:
     text = f"missing tensor {name} ({spec.dtype}{list(spec.shape)} expected)"
-    if indexed_file is not None and indexed_file not in inventory.headers:
-        text += f"; the index puts it into {printable(indexed_file)}, which cannot be read"
     partner = _partner(spec)
     if partner in found:
         text += f"; scale/weight pair incomplete, {partner} is there"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepinfer_engine.config.model import ModelConfig, parse_model_config
+from deepinfer_engine.config.model_v4 import AnyConfig, parse_any_config
 from deepinfer_engine.errors import ArtefactError, CheckpointError
 from deepinfer_engine.weights.plan import tensor_plan
 from deepinfer_engine.weights.tensor_spec import ITEM_BYTES, Group, TensorSpec
@@ -62,7 +62,7 @@ def write_checkpoint(
     or non-finite source (nothing is left behind).
     """
     directory = Path(directory)
-    config = parse_model_config(raw_config)
+    config = parse_any_config(raw_config)
     plan = _selected(tensor_plan(config), groups)
     problems = _check_names(plan, source) if isinstance(source, Mapping) else []
     extra = dict(extra_files or {})
@@ -168,7 +168,7 @@ def _check_extra(extra: Mapping[str, bytes | Path]) -> list[str]:
 
 
 def _write_shards(
-    directory: Path, plan: dict[str, TensorSpec], config: ModelConfig, source: Source, limit: int | None
+    directory: Path, plan: dict[str, TensorSpec], config: AnyConfig, source: Source, limit: int | None
 ) -> tuple[dict[str, str], int]:
     parts = _shard_parts(plan, limit)
     weight_map: dict[str, str] = {}

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections import Counter
 
-from deepinfer_engine.config.model import load_model_config
+import pytest
+from deepinfer_engine.config.model import load_model_config, parse_model_config
+from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.weights.header import scan_header
 from deepinfer_engine.weights.plan import parameter_summary, tensor_families, tensor_plan
 
@@ -93,9 +95,17 @@ def test_plan_equals_the_headers_of_the_golden_checkpoint(golden):
 def test_config_without_vision_and_draft_plans_neither(tiny):
     raw = tiny.raw_config(num_nextn_predict_layers=0, compress_ratios=[0, 0, 2, 2, 1, 1])
     del raw["vision_config"]
-    from deepinfer_engine.config.model import parse_model_config
-
     assert {s.group for s in tensor_plan(parse_model_config(raw)).values()} == {"backbone", "engram"}
+
+
+def test_absurd_sizes_are_refused_before_they_are_listed(tiny):
+    for raw, fragment in (
+        (tiny.raw_config(n_routed_experts=2**31), "the config implies 77309411"),
+        (tiny.raw_config() | {"vision_config": tiny.raw_config()["vision_config"] | {"num_hidden_layers": 2**62}},
+         "vision_config.num_hidden_layers is 4611686018427387904, at most 4096"),
+    ):  # fmt: skip
+        with pytest.raises(ArtefactError, match=fragment):
+            tensor_plan(parse_model_config(raw))
 
 
 def test_planning_and_validating_import_no_torch(checkpoint_dir):
