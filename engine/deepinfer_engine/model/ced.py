@@ -91,6 +91,7 @@ class CedModel:
             source = self.sources[plan.layer]
             ids = step.engram_ids[plan.layer]
             X, gate = inject(ops, X, ids, step.image, source, layer.engram, c.rms_norm_eps)
+            step.probe("engram_ids", plan.layer, ids)
             step.probe("engram_gate", plan.layer, gate)
             step.probe("x_engram", plan.layer, X)
         x = ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps)

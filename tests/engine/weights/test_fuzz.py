@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+
 from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.header import read_header
 from deepinfer_engine.weights.writer import write_checkpoint
-from safetensors import safe_open
 
 INDEX = "model.safetensors.index.json"
 ODD = (None, True, False, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 0.5, 1e308, "", "x", "../x", "\x00", "\x1b[2J",
