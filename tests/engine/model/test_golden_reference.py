@@ -28,7 +28,7 @@ def layers(golden, reference_rig):
         at = f"layerwise/{CASE}/ref/L{layer.plan.layer}/"
         recorded = {k[len(at) :]: v for k, v in golden.tensors.items() if k.startswith(at)}
         X, pre = rig.model.run_layer(layer, recorded["x_in"], recorded["pre_in"], step)
-        mine = {name: v for (name, l), v in rig.seen.items() if l == layer.plan.layer}
+        mine = {name: v for (name, at_layer), v in rig.seen.items() if at_layer == layer.plan.layer}
         rows.append((layer.plan, recorded, mine | {"x_out": X, "ffn_pre": pre}))
     return kv, rows
 
