@@ -50,7 +50,8 @@ def test_quantisers_give_the_recorded_bytes_and_values(v, meta, name):
 
 def test_scale_exponents_of_the_published_examples():
     for amax, limit, k in (
-        (448, 448, 0), (449, 448, 1), (1, 448, -8), (224, 448, -1), (1e-4, 448, -22), (6, 6, 0), (6.01, 6, 1), (3, 6, -1)
+        (448, 448, 0), (449, 448, 1), (1, 448, -8), (224, 448, -1), (1e-4, 448, -22),
+        (6, 6, 0), (6.01, 6, 1), (3, 6, -1),
     ):  # fmt: skip
         assert int(q.ceil_pow2_exponent(torch.tensor([float(amax)]), limit)) == k
 

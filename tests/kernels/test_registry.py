@@ -10,10 +10,7 @@ from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
 
-DIMS = dict.fromkeys(
-    ("T", "B", "C", "H", "N", "D", "Dr", "K", "E", "S", "V", "M", "I", "n", "Di", "G", "out", "in", "active", "columns", "width"),
-    4,
-)  # fmt: skip
+DIMS = dict.fromkeys([*"TBCHNDKESVMInG", "Dr", "Di", "out", "in", "active", "columns", "width"], 4)
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
