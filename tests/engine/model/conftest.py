@@ -47,23 +47,25 @@ class Rig:
     numerics: str
     ep: int = 1
     redundant: int = 0
+    device: str = "cpu"
     seen: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checkpoint = Checkpoint.open(self.directory)
         self.config = self.checkpoint.config
-        self.ops = resolve(self.numerics, "cpu")
+        self.ops = resolve(self.numerics, "cpu" if self.device == "cpu" else "sm90")
         profile = load_profile("cpu-nano").profile
         parallel = profile.parallel.model_copy(update={"ep": self.ep, "redundant_experts_per_rank": self.redundant})
         profile = profile.model_copy(update={"parallel": parallel})
-        self.model, self.mesh = load_model(self.checkpoint, Tokenizer.from_dir(self.directory), self.ops, profile)
+        tokenizer = Tokenizer.from_dir(self.directory)
+        self.model, self.mesh = load_model(self.checkpoint, tokenizer, self.ops, profile, device=self.device)
 
     @cached_property
     def layout(self) -> KVLayout:
         return KVLayout.of(self.config, records=self.ops.numerics.records)
 
     def kv(self) -> KVState:
-        return KVState(self.layout, self.ops, slots=2, blocks=len(BLOCKS))
+        return KVState(self.layout, self.ops, slots=2, blocks=len(BLOCKS), device=self.device)
 
     def probe(self, name: str, layer: int, value: torch.Tensor) -> None:
         self.seen[name, layer] = value
@@ -72,9 +74,8 @@ class Rig:
         return RowInput(ids, start, end - start, SLOT, list(BLOCKS), **{"logits": "all", **options})
 
     def run(self, kv: KVState, ids: list[int], start: int, end: int, *, watch: bool = False, **options: Any) -> Out:
-        batch = build_batch(
-            [self.row(ids, start, end, **options)], self.layout, ngram=self.config.engram_max_ngram_size
-        )
+        rows = [self.row(ids, start, end, **options)]
+        batch = build_batch(rows, self.layout, ngram=self.config.engram_max_ngram_size, device=self.device)
         return self.model.forward(batch, kv, self.ops, self.mesh, self.probe if watch else None)
 
 
@@ -109,3 +110,8 @@ def float_rigs(variants: dict[str, Path]) -> dict[str, Rig]:
 @pytest.fixture(scope="session")
 def reference_rig(variants: dict[str, Path]) -> Rig:
     return Rig(variants["base"], "reference")
+
+
+@pytest.fixture(scope="session")
+def make_rig() -> type[Rig]:
+    return Rig
