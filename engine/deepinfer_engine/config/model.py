@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from deepinfer_engine.config.strict_json import read_json_object
 from deepinfer_engine.errors import ArtefactError, CheckpointError
 
 Mode = Literal["window", "full", "reindex", "reuse"]
@@ -262,15 +263,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtefactError(
-            f"{path}: no such file", hint="give a model directory that holds config.json"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as exc:
-        raise ArtefactError(f"{path}: not a readable JSON config ({exc})") from None
-    return parse_model_config(raw, where=str(path))
+    return parse_model_config(read_json_object(path), where=str(path))
 
 
 def parse_model_config(raw: Any, *, where: str = "config.json") -> ModelConfig:

@@ -96,6 +96,14 @@ def _finite(text: str) -> float:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object stored at ``path``; raises ``ArtefactError`` naming the file and what is wrong with it."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ArtefactError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value stored at ``path``; raises ``ArtefactError`` naming the file and what is wrong with it."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -112,9 +120,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if found := describe_bytes(data[:64]):
         raise ArtefactError(f"{path}: this is {found}", hint="download the file again")
     try:
-        value = parse_json(data)
+        return parse_json(data)
     except ValueError as exc:
         raise ArtefactError(f"{path}: not valid JSON ({exc})") from None
-    if not isinstance(value, dict):
-        raise ArtefactError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value

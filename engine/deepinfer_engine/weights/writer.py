@@ -18,7 +18,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from deepinfer_kernels.reference.quantise import quantise_fp8_tiles, quantise_mxfp4, quantise_q8
 from torch import Tensor
 
 from deepinfer_engine.config.model_v4 import AnyConfig, parse_any_config
@@ -26,6 +25,7 @@ from deepinfer_engine.errors import ArtefactError, CheckpointError
 from deepinfer_engine.weights.plan import tensor_plan
 from deepinfer_engine.weights.tensor_spec import ITEM_BYTES, Group, TensorSpec
 from deepinfer_engine.weights.validate import INDEX_FILE
+from deepinfer_kernels.reference.quantise import quantise_fp8_tiles, quantise_mxfp4, quantise_q8
 
 Source = Mapping[str, Tensor] | Callable[[TensorSpec], Tensor]
 

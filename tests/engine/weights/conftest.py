@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from deepinfer_engine.config.model import parse_model_config
 from deepinfer_engine.weights.plan import tensor_plan
 from deepinfer_engine.weights.tensor_spec import TensorSpec

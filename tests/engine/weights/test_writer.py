@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+
 from deepinfer_engine.errors import ArtefactError, CheckpointError
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.writer import write_checkpoint
 from deepinfer_kernels.reference import quantise as q
-from safetensors import safe_open
 
 ALL = ("backbone", "engram", "draft", "vision")
 

@@ -1,0 +1,1 @@
+"""The ``deepinfer`` command. It never sees a tensor; ``--help`` imports neither torch nor pydantic."""

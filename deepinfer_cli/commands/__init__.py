@@ -1,0 +1,26 @@
+"""One module per verb, imported only when its verb is used.
+
+A module exposes ``command`` (a function Typer turns into a command) or ``app`` (a ``typer.Typer`` with subcommands).
+Adding a verb is one line in ``VERBS``. Modules keep heavy imports inside their functions, so that ``--help`` of a
+verb is quick too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """A verb, the module that implements it, and its line in ``deepinfer --help``."""
+
+    name: str
+    module: str
+    help: str
+
+
+#: In the order of ``deepinfer --help``.
+VERBS: tuple[Verb, ...] = (
+    Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
+    Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
+    Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
+)

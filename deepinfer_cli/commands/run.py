@@ -1,0 +1,327 @@
+"""``deepinfer run``: answer prompts, one after the other or all in one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deepinfer_cli import options, render
+from deepinfer_cli.options import OutputFormat
+from deepinfer_engine.errors import PartialFailure, UsageError
+
+if TYPE_CHECKING:
+    from deepinfer_engine.engine import Engine
+    from deepinfer_engine.launch import Launch
+    from deepinfer_engine.tokens.detokenizer import IncrementalDetokenizer
+    from deepinfer_engine.tokens.protocol import AnswerParser, ChatPrompt, Piece
+    from deepinfer_engine.types import Completion, SamplingParams
+
+#: most bytes read from a prompt file or stdin
+_MAX_PROMPT_BYTES = 64 * 1024 * 1024
+
+
+def command(
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts; - reads one from stdin.")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", metavar="FILE", help="One prompt per line; - is stdin.")
+    ] = None,
+    profile: options.Profile = "cpu-nano",
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Checkpoint; default: the embedded model.")
+    ] = None,
+    set_: options.Set = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, max=100, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus mass, 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens kept, 0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option("--min-p", help="Least share of the best token, 0 is off.")] = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Random stream of the first prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a conversation.")] = False,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="Reason before the answer.")] = True,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    format: options.Format = OutputFormat.text,
+    out: options.Out = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Answer prompts with the embedded engine.
+
+    Answers go to stdout; thinking, token counts and timing go to stderr. Greedy unless --temperature is given.
+    With --seed S the i-th prompt uses the stream S + i.
+
+    \b
+    Examples:
+      deepinfer run "17+25?"
+      deepinfer run -f prompts.txt --format jsonl --out answers.jsonl
+      echo "What is 12+30?" | deepinfer run -
+      deepinfer run --profile decode-ep64 "What is 12+30?"
+      deepinfer run --temperature 0.8 --seed 7 --set sched.max_rows_per_rank=4 "Tell me a number."
+    """
+    options.accept(format, OutputFormat.text, OutputFormat.json, OutputFormat.jsonl, verb="run")
+    if raw and system is not None:
+        raise UsageError("--raw has no conversation, so --system does not apply")
+    prompts = _prompts(prompt or [], file)
+    from deepinfer_engine.config.profile import load_profile
+    from deepinfer_engine.runtime.threads import set_thread_defaults
+    from deepinfer_engine.types import SamplingParams
+
+    sampling = [
+        SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=max_tokens,
+            seed=None if seed is None else (seed + i) % 2**64,
+        )
+        for i in range(len(prompts))
+    ]
+    loaded = load_profile(profile, set_ or ())
+    set_thread_defaults(len(prompts))
+    from deepinfer_engine.engine import Engine
+    from deepinfer_engine.launch import prepare
+
+    launch = prepare(loaded.profile, model)
+    _announce(launch, quiet=quiet)
+    jobs = _render_all(prompts, launch, raw=raw, thinking=thinking, system=system)
+    with render.progress("loading", quiet=quiet) as advance:
+        engine = Engine.open(launch.checkpoint.directory, launch.profile, device=launch.device, progress=advance)
+    live = format is OutputFormat.text and len(jobs) == 1 and out is None
+    results = _answer(engine, jobs, sampling, live=live, quiet=quiet)
+    if not live:
+        render.deliver(_text(format, results, launch, loaded.digest), out)
+    _summarise(results, quiet=quiet)
+
+
+@dataclass
+class _Job:
+    """One prompt on its way: its ids, and what turns generated ids into text."""
+
+    prompt: str
+    token_ids: tuple[int, ...]
+    parser: AnswerParser | None
+    detokenizer: IncrementalDetokenizer | None
+    reasoning: str = ""
+    content: str = ""
+    completion: Completion | None = None
+
+    def push(self, token: int) -> list[Piece]:
+        return self._keep(self._pieces([token]))
+
+    def finish(self, completion: Completion) -> list[Piece]:
+        self.completion = completion
+        if self.parser is not None:
+            return self._keep(self.parser.finish(completion.finish_reason))
+        assert self.detokenizer is not None
+        return self._keep(_raw_piece(self.detokenizer.finish()))
+
+    def _pieces(self, tokens: list[int]) -> list[Piece]:
+        if self.parser is not None:
+            return self.parser.push(tokens)
+        assert self.detokenizer is not None
+        return _raw_piece("".join(self.detokenizer.push(t) for t in tokens))
+
+    def _keep(self, pieces: list[Piece]) -> list[Piece]:
+        for piece in pieces:
+            if piece.kind == "reasoning":
+                self.reasoning += piece.text
+            else:
+                self.content += piece.text
+        return pieces
+
+
+def _raw_piece(text: str) -> list[Piece]:
+    from deepinfer_engine.tokens.protocol import Piece
+
+    return [Piece("content", text)] if text else []
+
+
+def _prompts(given: list[str], file: str | None) -> list[str]:
+    if file is not None and given:
+        raise UsageError("prompts come from the command line or from --file, not both")
+    if file is not None:
+        lines = [line for line in _read(file).splitlines() if line.strip()]
+        if not lines:
+            raise UsageError(f"{'stdin' if file == '-' else file}: no prompts in it")
+        return lines
+    if not given:
+        raise UsageError("no prompt given", hint='deepinfer run "17+25?"')
+    prompts = [_read("-").strip("\r\n") if p == "-" else p for p in given]
+    for text in prompts:
+        if not text.strip():
+            raise UsageError("a prompt is empty")
+    return prompts
+
+
+def _read(source: str) -> str:
+    where = "stdin" if source == "-" else source
+    try:
+        if source == "-":
+            data = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
+        else:
+            with open(source, "rb") as stream:
+                data = stream.read(_MAX_PROMPT_BYTES + 1)
+    except OSError as exc:
+        raise UsageError(f"{where}: {exc.strerror}") from None
+    if len(data) > _MAX_PROMPT_BYTES:
+        raise UsageError(f"{where}: more than {_MAX_PROMPT_BYTES} bytes of prompts")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise UsageError(f"{where}: not UTF-8 at byte {exc.start}") from None
+
+
+def _render_all(prompts: list[str], launch: Launch, *, raw: bool, thinking: bool, system: str | None) -> list[_Job]:
+    from deepinfer_engine.tokens.detokenizer import IncrementalDetokenizer
+    from deepinfer_engine.tokens.protocol import ChatCodec
+    from deepinfer_engine.tokens.tokenizer import Tokenizer
+
+    directory, config = launch.checkpoint.directory, launch.checkpoint.config
+    if raw:
+        tokenizer = Tokenizer.from_dir(directory)
+        bos = config.bos_token_id
+        return [_Job(p, (bos, *tokenizer.encode_text(p)), None, IncrementalDetokenizer(tokenizer)) for p in prompts]
+    codec = ChatCodec(directory, config)
+    head = [{"role": "system", "content": system}] if system is not None else []
+    rendered: list[ChatPrompt] = [
+        codec.render([*head, {"role": "user", "content": p}], thinking=thinking) for p in prompts
+    ]
+    return [_Job(p, r.token_ids, r.parser(), None) for p, r in zip(prompts, rendered, strict=True)]
+
+
+def _announce(launch: Launch, *, quiet: bool) -> None:
+    """Say what differs from the request, before anything runs."""
+    if launch.replaced:
+        p = launch.requested
+        rows = [(r.key, str(r.requested), str(r.used), r.reason) for r in launch.replaced]
+        render.panel(
+            f"emulated: {p.name} asks for {p.hardware.gpus} x {p.hardware.platform}; {p.parallel.ep} virtual ranks run "
+            f"in this process, {len(rows)} keys replaced",
+            render.table(("key", "asked", "used", "why"), rows),
+            quiet=quiet,
+        )
+    if launch.inactive:
+        rows = [(i.key, str(i.value), i.reason) for i in launch.inactive]
+        render.panel("inactive: requested, not built yet", render.table(("key", "value", "instead"), rows), quiet=quiet)
+
+
+def _answer(engine: Engine, jobs: list[_Job], sampling: list[SamplingParams], *, live: bool, quiet: bool) -> list[_Job]:
+    from deepinfer_engine.types import Request, TokenEvent
+
+    for i, (job, params) in enumerate(zip(jobs, sampling, strict=True)):
+        engine.submit(Request(str(i), job.token_ids, params))
+    show = _Live() if live else None
+    with render.progress("answers", quiet=quiet or live) as advance:
+        for done, event in _counted(engine):
+            job = jobs[int(event.request_id)]
+            pieces = job.push(event.token_id) if isinstance(event, TokenEvent) else job.finish(event)
+            if show is not None:
+                show.write(pieces, quiet=quiet)
+            advance(done, len(jobs))
+    if show is not None:
+        show.end()
+    return jobs
+
+
+def _counted(engine: Engine) -> Iterator[tuple[int, Any]]:
+    """Events of the engine with the number of finished requests so far."""
+    from deepinfer_engine.types import Completion
+
+    done = 0
+    for event in engine.stream():
+        done += isinstance(event, Completion)
+        yield done, event
+
+
+class _Live:
+    """Writes one answer as it comes: content to stdout, thinking dimmed to stderr when someone watches."""
+
+    def __init__(self) -> None:
+        self._open = ""
+
+    def write(self, pieces: list[Piece], *, quiet: bool) -> None:
+        for piece in pieces:
+            if piece.kind == "reasoning":
+                if sys.stderr.isatty() and not quiet:
+                    sys.stderr.write(render.dim(piece.text, sys.stderr))
+                    sys.stderr.flush()
+                    self._open = "reasoning"
+                continue
+            if self._open == "reasoning":
+                sys.stderr.write("\n")
+            self._open = "content"
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        if self._open == "reasoning":
+            sys.stderr.write("\n")
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str) -> str:
+    if form is OutputFormat.text:
+        if len(jobs) == 1:
+            return jobs[0].content + "\n"
+        return "\n".join(f"> {job.prompt}\n{job.content}\n" for job in jobs)
+    rows = [_row(i, job) for i, job in enumerate(jobs)]
+    if form is OutputFormat.jsonl:
+        return "".join(render.json_text(row, indent=None) for row in rows)
+    content = {
+        "profile": launch.requested.name,
+        "profile_digest": digest,
+        "weights_digest": launch.checkpoint.digest,
+        "emulated": [asdict(r) for r in launch.replaced],
+        "inactive": [asdict(i) for i in launch.inactive],
+        "results": rows,
+    }
+    return render.json_text(render.document("run", content))
+
+
+def _row(i: int, job: _Job) -> dict[str, Any]:
+    done = job.completion
+    assert done is not None
+    return {
+        "id": i,
+        "prompt": job.prompt,
+        "reasoning": job.reasoning,
+        "content": job.content,
+        "finish_reason": done.finish_reason,
+        "reproducible": done.reproducible,
+        "usage": asdict(done.usage),
+        "timing": {
+            "ttft_s": done.timing.ttft_s,
+            "e2e_s": done.timing.e2e_s,
+            "tpot_s": done.timing.tpot_s(done.usage.generated),
+        },
+    }
+
+
+def _summarise(jobs: list[_Job], *, quiet: bool) -> None:
+    done = [job.completion for job in jobs if job.completion is not None]
+    prompt = sum(c.usage.prompt for c in done)
+    generated = sum(c.usage.generated for c in done)
+    seconds = max(c.timing.e2e_s for c in done)
+    first = [c.timing.ttft_s for c in done if c.timing.ttft_s is not None]
+    ttft = f", first token {min(first) * 1000:.0f} ms" if first else ""
+    render.note(
+        f"{len(done)} answered: {prompt} prompt + {generated} generated tokens in {seconds:.2f} s "
+        f"({generated / seconds:.0f} tok/s{ttft})",
+        quiet=quiet,
+    )
+    cut = sum(c.finish_reason == "length" for c in done)
+    if cut:
+        render.note(f"{cut} stopped at --max-tokens", quiet=quiet)
+    failed = [i for i, job in enumerate(jobs) if job.completion is not None and job.completion.finish_reason == "error"]
+    if failed:
+        raise PartialFailure(
+            f"{len(failed)} of {len(jobs)} requests failed: non-finite logits (prompts {failed[:8]})",
+            hint="compare with --set numerics.mode=reference",
+        )

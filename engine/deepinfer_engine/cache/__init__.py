@@ -1,0 +1,1 @@
+"""Cache of the model's keys: layout, pools of blocks and slots, the paged store itself."""

@@ -1,0 +1,135 @@
+"""``KVState``: the paged rows themselves. Policy-free: it writes and reads where it is told.
+
+All slots are flat row numbers (see ``cache.layout``); −1 is PAD. Reads return values in the activation dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.errors import UsageError
+
+
+class KVState:
+    """Storage for ``slots`` sequences and ``blocks`` blocks (one more of each is allocated for PAD)."""
+
+    def __init__(self, layout: KVLayout, ops: Any, *, slots: int, blocks: int, device: str = "cpu"):
+        self.layout = layout
+        self.ops = ops
+        self.slots = slots
+        self.blocks = blocks
+        rows = (slots + 1) * layout.ring
+        self._window = self._rows((layout.window_layers, rows), layout.window_row_bytes, device)
+        self._global: dict[int, Tensor] = {}
+        self._index: dict[int, Tensor] = {}
+        self._pairs: dict[int, Tensor] = {}
+        self._source = {s.layer: s for s in layout.sources}
+        for s in layout.sources:
+            entries = (blocks + 1) * s.entries_per_block
+            self._global[s.layer] = self._rows((entries,), layout.global_row_bytes, device)
+            self._index[s.layer] = self._rows((entries,), layout.index_row_bytes, device)
+            if s.ratio == 2:
+                shape = ((slots + 1) * layout.pair_ring, 2, layout.head_dim)
+                self._pairs[s.layer] = torch.zeros(shape, device=device)
+
+    def _rows(self, shape: tuple[int, ...], row_bytes: int, device: str) -> Tensor:
+        if self.layout.records:
+            return torch.zeros((*shape, row_bytes), dtype=torch.uint8, device=device)
+        return torch.zeros((*shape, row_bytes // 4), dtype=torch.float32, device=device)
+
+    # ---------------------------------------------------------------- windows
+
+    def write_window(self, layer: int, slots: Tensor, packed: Tensor) -> None:
+        """Packed window rows [T, bytes] of one layer to ring slots [T]."""
+        self.ops.store_rows(self._window[layer], slots, packed)
+
+    def window(self, layer: int, slots: Tensor) -> Tensor:
+        """Values [..., D] of ring slots [...]; slots the caller masks may hold anything finite."""
+        return self.ops.load_rows(self._window[layer], slots, "window")
+
+    # ----------------------------------------------------------------- blocks
+
+    def write_entries(self, source: int, slots: Tensor, rows: Tensor, keys: Tensor) -> None:
+        """Global rows [T, D] and index keys [T, Di] of one source, packed here, to entry slots [T]."""
+        self.ops.store_rows(self._global[source], slots, self.ops.pack_rows(rows, "global"))
+        self.ops.store_rows(self._index[source], slots, self.ops.pack_rows(keys, "index"))
+
+    def entries(self, source: int, slots: Tensor) -> Tensor:
+        """Global rows [..., D] of entry slots [...]."""
+        return self.ops.load_rows(self._global[source], slots, "global")
+
+    def index_keys(self, source: int, slots: Tensor) -> Tensor:
+        """Index keys [..., Di] of entry slots [...]."""
+        return self.ops.load_rows(self._index[source], slots, "index")
+
+    # ------------------------------------------------------------------ pairs
+
+    def write_pairs(self, source: int, slots: Tensor, value: Tensor, gate: Tensor) -> None:
+        """Pending (value, gate) f32 [T, D] of a ratio-2 source to pair slots [T]."""
+        self.ops.store_rows(self._pairs[source], slots, torch.stack((value, gate), 1))
+
+    def pairs(self, source: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(value, gate) f32 [T, D] at pair slots [T]."""
+        both = self._pairs[source].index_select(0, slots.clamp(min=0))
+        return both[:, 0], both[:, 1]
+
+    # -------------------------------------------------------- export / import
+
+    def export_blocks(self, blocks: Tensor) -> Tensor:
+        """Payload uint8 [n, block_bytes] of blocks: per source layer, all global rows then all index keys."""
+        self._need_records("exporting blocks")
+        parts = []
+        for s in self.layout.sources:
+            slots = self._block_rows(blocks, s.entries_per_block)
+            for store in (self._global[s.layer], self._index[s.layer]):
+                parts.append(store.index_select(0, slots.flatten()).view(len(blocks), -1))
+        return torch.cat(parts, 1)
+
+    def import_blocks(self, blocks: Tensor, payload: Tensor) -> None:
+        """Write payloads made by ``export_blocks`` (same layout) into ``blocks``."""
+        self._need_records("importing blocks")
+        if payload.shape != (len(blocks), self.layout.block_bytes) or payload.dtype != torch.uint8:
+            raise UsageError(
+                f"block payload is {tuple(payload.shape)} {payload.dtype}, "
+                f"expected ({len(blocks)}, {self.layout.block_bytes}) uint8"
+            )
+        at = 0
+        for s in self.layout.sources:
+            slots = self._block_rows(blocks, s.entries_per_block).flatten()
+            for store in (self._global[s.layer], self._index[s.layer]):
+                size = s.entries_per_block * store.shape[1]
+                part = payload[:, at : at + size].to(store.device)
+                store.index_copy_(0, slots, part.reshape(-1, store.shape[1]))
+                at += size
+
+    def export_window(self, slot: int, end: int, layers: range) -> Tensor:
+        """Records uint8 [layers, n, row_bytes] of positions max(0, end − W) .. end − 1 of one sequence."""
+        self._need_records("exporting windows")
+        slots = self._window_slots(slot, max(0, end - self.layout.window), end)
+        return self._window[layers.start : layers.stop].index_select(1, slots)
+
+    def import_window(self, slot: int, end: int, layers: range, rows: Tensor) -> None:
+        """Write rows made by ``export_window`` with the same ``end`` into a sequence's rings."""
+        self._need_records("importing windows")
+        slots = self._window_slots(slot, end - rows.shape[1], end)
+        if rows.shape != (len(layers), len(slots), self.layout.window_row_bytes) or rows.dtype != torch.uint8:
+            raise UsageError(
+                f"window payload is {tuple(rows.shape)} {rows.dtype}, expected "
+                f"({len(layers)}, {len(slots)}, {self.layout.window_row_bytes}) uint8"
+            )
+        self._window[layers.start : layers.stop].index_copy_(1, slots, rows.to(self._window.device))
+
+    def _window_slots(self, slot: int, start: int, end: int) -> Tensor:
+        positions = torch.arange(start, end, device=self._window.device)
+        return slot * self.layout.ring + positions % self.layout.ring
+
+    def _block_rows(self, blocks: Tensor, entries: int) -> Tensor:
+        return blocks.unsqueeze(1) * entries + torch.arange(entries, device=blocks.device)
+
+    def _need_records(self, what: str) -> None:
+        if not self.layout.records:
+            raise UsageError(f"{what} needs official records; numerics 'float' keeps f32 rows that are never stored")

@@ -1,0 +1,78 @@
+"""Keys whose feature is not built yet: legal, and named whenever a profile asks for them.
+
+``NOT_BUILT`` is the whole list. The change that builds a feature removes its line (and nothing else here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer_engine.config.schema import Profile, leaves
+
+
+@dataclass(frozen=True)
+class Inactive:
+    """A value the profile requests and this version does not honour."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """``key`` (a trailing ``*`` covers the section) is inactive when ``requested`` holds for its value."""
+
+    key: str
+    requested: Callable[[Any], bool]
+    reason: str
+
+
+def _not(*quiet: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in quiet
+
+
+NOT_BUILT: tuple[_Missing, ...] = (
+    _Missing("role", _not("both"), "prefill and decode run on the same ranks of one process"),
+    _Missing("hardware.gpus", lambda n: n > 1, "all ranks run in one process on one device"),
+    _Missing("numerics.batch_invariant", _not(False), "operations may depend on the batch"),
+    _Missing("sched.overlap", _not(False), "schedule, forward and post-processing run one after the other"),
+    _Missing("sched.step_budget_ms", _not(0.0), "chunks are cut by tokens only"),
+    _Missing("cache.prefix", _not(False), "every prompt is computed in full"),
+    _Missing("cache.host_gib_per_rank", _not(0.0), "block KV stays in device memory"),
+    _Missing("cache.swa_pool_gib_per_rank", _not(0.0), "window KV ends with its request"),
+    _Missing("cache.strict_lineage", _not(False), "no windows are kept"),
+    _Missing("cache.tenant", _not(""), "no blocks are shared"),
+    _Missing("cache.engram_placement", lambda v: v == "mmap", "n-gram tables are held in memory"),
+    _Missing("cache.store.backend", _not("none"), "nothing is stored"),
+    _Missing("replay.decoder", _not("off"), "all prompt rows run through all layers"),
+    _Missing("replay.encoder", _not("off"), "there are no prefix hits to replay after"),
+    _Missing("spec.verify", _not("off"), "no drafts are made"),
+    _Missing("eplb.period_steps", _not(0), "experts stay where they are placed at start"),
+    _Missing("eplb.plan_path", _not(None), "the placement is the built-in one"),
+    _Missing("kernels.backend", _not("auto", "reference"), "every operation runs its torch reference"),
+    _Missing("kernels.overrides.*", _not("auto", "reference"), "every operation runs its torch reference"),
+    _Missing("kernels.cache_dir", _not(None), "nothing is compiled"),
+    _Missing("grammar.workers", _not(2), "no grammars are compiled"),
+    _Missing("grammar.timeout_s", _not(20), "no grammars are compiled"),
+    _Missing("grammar.cache_mib", _not(1024), "no grammars are compiled"),
+    _Missing("deadlines.load_s", _not(3600), "phases are not timed"),
+    _Missing("deadlines.build_s", _not(3600), "phases are not timed"),
+    _Missing("deadlines.warmup_s", _not(1800), "phases are not timed"),
+    _Missing("deadlines.step_s", _not(300), "phases are not timed"),
+    _Missing("network.interface", _not(None), "ranks do not talk over a network"),
+    _Missing("requires.*", _not(None), "versions are not compared with the profile"),
+)
+
+
+def inactive_features(profile: Profile) -> list[Inactive]:
+    """Every requested value without a built feature behind it, in schema order; ``run`` prints them."""
+    out = []
+    for key, value in leaves(profile).items():
+        for entry in NOT_BUILT:
+            matches = key.startswith(entry.key[:-1]) if entry.key.endswith(".*") else key == entry.key
+            if matches and value != {} and entry.requested(value):
+                out.append(Inactive(key, value, entry.reason))
+    return out

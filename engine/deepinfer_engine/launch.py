@@ -1,0 +1,108 @@
+"""From a requested profile and a model to something this machine can run: as asked, emulated, or refused.
+
+With the embedded weights a profile whose hardware is absent is emulated and every replaced key is reported. With a
+user's own weights it runs if they fit what is here, otherwise it is refused with need and have.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.config.emulate import Machine, Replaced, emulate, hardware_is_present, require_fit
+from deepinfer_engine.config.inactive import Inactive, inactive_features
+from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.config.resources import model_dir as embedded_dir
+from deepinfer_engine.config.rules import ModelFacts, check_against_model
+from deepinfer_engine.config.schema import Platform, Profile
+from deepinfer_engine.errors import NotReadyError, ProfileError
+from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_kernels.device import probe_cuda
+
+#: the model that ships with the package
+EMBEDDED = "nano"
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What will run: profile after emulation, checkpoint, torch device, and what differs from the request."""
+
+    requested: Profile
+    profile: Profile
+    checkpoint: Checkpoint
+    embedded: bool
+    device: str
+    replaced: tuple[Replaced, ...]
+    inactive: tuple[Inactive, ...]
+
+
+def this_machine() -> Machine:
+    """The accelerator (if any), memory and cores of this host."""
+    devices = probe_cuda()
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    cores = os.cpu_count() or 1
+    if devices and devices[0].platform in ("sm90", "sm100"):
+        first = devices[0]
+        return Machine(cast(Platform, first.platform), len(devices), first.memory_bytes / _GIB, ram, cores)
+    return Machine("cpu", 0, 0.0, ram, cores)
+
+
+def model_facts(config: ModelConfig, weights_bytes: int, *, records: bool) -> ModelFacts:
+    """Sizes that rules and emulation need of a model."""
+    layout = KVLayout.of(config, records=records)
+    return ModelFacts(
+        n_routed_experts=config.n_routed_experts,
+        max_position_embeddings=config.max_position_embeddings,
+        window=config.sliding_window,
+        draft_tokens=config.dspark_block_size,
+        weights_bytes=weights_bytes,
+        kv_bytes_per_token=-(-layout.block_bytes // 128),
+        row_bytes=layout.slot_bytes,
+    )
+
+
+def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
+    """Open the checkpoint (``model``, or the embedded one) and fit the profile to this machine.
+
+    Raises ``CheckpointError`` (4), ``ProfileError`` (2) where profile and model disagree, ``CapacityError`` (3).
+    """
+    embedded = model is None
+    checkpoint = Checkpoint.open(embedded_dir(EMBEDDED) if model is None else model)
+    config, machine = checkpoint.config, this_machine()
+    weights_bytes = sum(s.nbytes for name, s in checkpoint.plan.items() if checkpoint.has(name))
+    facts = model_facts(config, weights_bytes, records=profile.numerics.mode != "float")
+    used, replaced = profile, []
+    if embedded:
+        used, replaced = emulate(profile, machine, facts)
+    elif not hardware_is_present(profile, machine):
+        require_fit(profile, machine, weights_bytes)
+        used, replaced = emulate(profile, machine, facts)
+    problems = check_against_model(
+        used,
+        config.n_routed_experts,
+        max_position_embeddings=config.max_position_embeddings,
+        window=config.sliding_window,
+        draft_tokens=config.dspark_block_size,
+    )
+    if problems:
+        raise ProfileError("\n".join(problems))
+    device = "cpu"
+    if used.hardware.platform in ("sm90", "sm100"):
+        device = "cuda"
+    elif used.hardware.platform != "cpu":
+        raise NotReadyError(
+            f"no backend for platform {used.hardware.platform} is built", hint="use a cpu or sm90 profile"
+        )
+    return Launch(
+        requested=profile,
+        profile=used,
+        checkpoint=checkpoint,
+        embedded=embedded,
+        device=device,
+        replaced=tuple(replaced),
+        inactive=tuple(inactive_features(used)),
+    )

@@ -1,0 +1,1 @@
+"""The V4.1 text model: a causal encoder and a decoder over one set of global keys."""

@@ -1,0 +1,74 @@
+"""One attention sublayer: window rows and selected global rows in one softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.model.compress import write_source
+from deepinfer_engine.model.indexer import publish_selection
+from deepinfer_engine.model.step import Phase, Step
+from deepinfer_engine.model.weights import Attention, Layer
+
+#: gathered key elements per pass (queries × keys × width); bounds the memory of a long prefill chunk
+_TILE = 1 << 24
+
+
+def attention(config: ModelConfig, layer: Layer, x: Tensor, phase: Phase, step: Step) -> Tensor:
+    """Sublayer output [Tq, H] for x [T, H] (normed input of every token of the step that reaches this layer).
+
+    All tokens write their window row and, on a source, their global entry; only the phase's queries are answered.
+    """
+    plan, weights, ops = layer.plan, layer.attn, step.ops
+    yarn = plan.ratio > 0
+    # up to the cut every token of the step is here; after it, the tail only, whose tables are the phase's
+    rope_all = phase.rope[yarn] if phase.after_cut else step.rope[yarn]
+    local, packed = _window_rows(config, weights, x, rope_all, ops)
+    if weights.compressor is not None:
+        write_source(config, plan, weights.compressor, x, step)
+    if phase.query is not None and not phase.after_cut:
+        x = x[phase.query]
+    rope = phase.rope[yarn]
+    qr = ops.rms_norm(ops.linear(x, weights.wq_a), weights.q_norm, config.rms_norm_eps)
+    q = ops.linear(qr, weights.wq_b).unflatten(-1, (config.num_attention_heads, config.head_dim))
+    q = ops.rope(q, rope.cos, rope.sin)
+    if weights.indexer is not None:
+        publish_selection(config, plan, weights.indexer, x, qr, phase, step)
+    o = _attend(config, layer, q, local, phase, step)
+    slots = step.batch.ring_slot_T
+    if phase.after_cut and phase.query is not None:
+        slots = slots[phase.query]
+    step.kv.write_window(plan.layer, slots, packed)
+    step.probe("window_rows", plan.layer, local)
+    o = ops.rope(o, rope.cos, rope.sin, inverse=True)
+    y = ops.linear_grouped(o.flatten(1).unflatten(1, (config.o_groups, -1)), weights.wo_a)
+    return ops.linear(y.flatten(1), weights.wo_b)
+
+
+def _window_rows(config: ModelConfig, weights: Attention, x: Tensor, rope, ops) -> tuple[Tensor, Tensor]:
+    """(values as every reader sees them [T, D], packed rows as stored)."""
+    c = ops.rms_norm(ops.linear(x, weights.wkv), weights.kv_norm, config.rms_norm_eps)
+    packed = ops.pack_rows(ops.rope(c, rope.cos, rope.sin), "window")
+    return ops.unpack_rows(packed, "window"), packed
+
+
+def _attend(config: ModelConfig, layer: Layer, q: Tensor, local: Tensor, phase: Phase, step: Step) -> Tensor:
+    plan = layer.plan
+    window = phase.window
+    selected = step.selected if plan.ratio > 0 else None
+    width = window.mask.shape[1] + (0 if selected is None else selected.shape[1])
+    per_pass = max(1, _TILE // (width * config.head_dim))
+    out = []
+    for start in range(0, q.shape[0], per_pass):
+        part = slice(start, start + per_pass)
+        keys, mask = local[window.local[part]], window.mask[part]
+        if window.any_ring:
+            older = step.kv.window(plan.layer, window.ring[part])
+            keys = torch.where(window.from_ring[part].unsqueeze(-1), older, keys)
+        if selected is not None and selected.shape[1]:
+            slots = phase.entry_slots(selected[part], phase.row[part], plan.ratio)
+            keys = torch.cat((keys, step.kv.entries(plan.kv_source, slots)), 1)
+            mask = torch.cat((mask, selected[part] >= 0), 1)
+        out.append(step.ops.attend(q[part], keys, mask, layer.attn.sink, config.head_dim**-0.5))
+    return out[0] if len(out) == 1 else torch.cat(out)

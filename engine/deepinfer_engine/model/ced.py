@@ -1,0 +1,151 @@
+"""The V4.1 text model: causal encoder below the cut, decoder above, one forward pass for any ragged batch.
+
+A layer is: hash memory (some layers), tap (some layers), attention sublayer, expert sublayer, each sublayer wrapped in
+hyper-connections whose collapse uses the *previous* sublayer's pre-mix. Source: DeepSeek-V4.1-Flash reference model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.model.attention import attention
+from deepinfer_engine.model.engram import EngramHasher, EngramSource, inject
+from deepinfer_engine.model.step import Phase, Step, frequency_tables
+from deepinfer_engine.model.weights import Hyper, Layer, ModelWeights
+from deepinfer_engine.runtime.batch import Batch
+
+#: probe(name, layer, tensor): sees intermediate values; for verification, never for computing
+Probe = Callable[[str, int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Out:
+    """Logits f32 [n, V] at the chosen rows; taps [Ttail, taps, H]; load int64 [L, E] tokens per logical expert.
+
+    ``hidden`` [n, H] is the collapsed stream before the final norm.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    taps: Tensor
+    load_LE: Tensor
+
+
+class CedModel:
+    """Stateless forward pass over prepared weights; all state is in the ``KVState`` passed in."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        sources: Mapping[int, EngramSource],
+        token_class: np.ndarray,
+        device: str = "cpu",
+    ):
+        self.config = config
+        self.weights = weights
+        self.sources = sources
+        self.hasher = EngramHasher(config, token_class, device)
+        self.frequencies = frequency_tables(config, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Probe | None = None) -> Out:
+        """Run the batch through every layer, writing its KV.
+
+        Tokens outside ``batch.tail_T`` stop after the cut layer's KV writes. Raises nothing of its own.
+        """
+        step = self.begin(batch, kv, ops, mesh, probe)
+        X, pre = self.embed(step)
+        for layer in self.weights.layers:
+            X, pre = self.run_layer(layer, X, pre, step)
+        return self.finish(X, pre, step)
+
+    def begin(self, batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Probe | None = None) -> Step:
+        """Geometry of a step, and the hash ids of every Engram layer (they depend on token ids alone)."""
+        step = Step(self.frequencies, batch, kv, ops, mesh, probe)
+        step.engram_ids = self.hasher.ids(ops, batch.lag_ids_TN)
+        if self.config.image_token_id is not None:
+            step.image = batch.ids_T == self.config.image_token_id
+        return step
+
+    def embed(self, step: Step) -> tuple[Tensor, Tensor]:
+        """(streams [T, C, H]: C copies of the embedding, pre-mix [T, C]: the first stream only)."""
+        C = self.config.hc_mult
+        x = step.ops.embed(step.batch.ids_T, self.weights.embed)
+        pre = torch.zeros((x.shape[0], C), device=x.device)
+        pre[:, 0] = 1
+        return x.unsqueeze(1).expand(-1, C, -1).contiguous(), pre
+
+    def run_layer(self, layer: Layer, X: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """One layer on streams X [T, C, H] with the pre-mix handed over; at the cut, the tail only continues."""
+        c, ops, plan = self.config, step.ops, layer.plan
+        phase = step.before if plan.layer < c.cut else step.at_cut if plan.layer == c.cut else step.after
+        if layer.engram is not None:
+            source = self.sources[plan.layer]
+            ids = step.engram_ids[plan.layer]
+            X, gate = inject(ops, X, ids, step.image, source, layer.engram, c.rms_norm_eps)
+            step.probe("engram_gate", plan.layer, gate)
+            step.probe("x_engram", plan.layer, X)
+        x = ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps)
+        step.probe("attn_in", plan.layer, x)
+        if plan.layer == c.cut and phase.query is not None:
+            X = X[phase.query]
+        if plan.tap:
+            kept = X if phase is not step.before or step.batch.tail_T is None else X[step.batch.tail_T]
+            step.taps.append(ops.mhc_collapse(kept, torch.full(kept.shape[:2], 1.0 / c.hc_mult, device=X.device)))
+        pre_a, post, comb = self._mixes(ops, X, layer.hc_attn)
+        y = attention(c, layer, x, phase, step)
+        step.probe("attn_out", plan.layer, y)
+        X = ops.mhc_expand(X, y, post, comb)
+        step.probe("x_mid", plan.layer, X)
+        pre_f, post, comb = self._mixes(ops, X, layer.hc_ffn)
+        x = ops.rms_norm(ops.mhc_collapse(X, pre_a), layer.ffn.norm, c.rms_norm_eps)
+        step.probe("ffn_in", plan.layer, x)
+        y = self._moe(layer, x, phase, step)
+        step.probe("ffn_out", plan.layer, y)
+        return ops.mhc_expand(X, y, post, comb), pre_f
+
+    def finish(self, X: Tensor, pre: Tensor, step: Step) -> Out:
+        """Collapse with the last pre-mix, norm, head at the chosen rows."""
+        ops, chosen = step.ops, step.batch.logits_T
+        hidden = ops.mhc_collapse(X[chosen], pre[chosen])
+        normed = ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        logits = ops.head_logits(normed, self.weights.head)
+        taps = torch.stack(step.taps, 1) if step.taps else hidden.new_zeros((X.shape[0], 0, X.shape[2]))
+        return Out(logits, hidden, taps, torch.stack(step.loads))
+
+    def _mixes(self, ops: Any, X: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.config
+        return ops.mhc_mixes(
+            X, hyper.fn, hyper.base, hyper.scale, rms_eps=c.rms_norm_eps, hc_eps=c.hc_eps, iters=c.hc_sinkhorn_iters
+        )
+
+    def _moe(self, layer: Layer, x: Tensor, phase: Phase, step: Step) -> Tensor:
+        c, ops, ffn = self.config, step.ops, layer.ffn
+        bias = ffn.bias
+        if step.image is not None:
+            image = step.image if phase.query is None else step.image[phase.query]
+            bias = torch.where(image.unsqueeze(1), ffn.bias_vl, ffn.bias)
+        experts, weights = ops.gate_topk(
+            x,
+            ffn.gate,
+            bias,
+            k=c.num_experts_per_tok,
+            normalise=c.norm_topk_prob,
+            scale=c.routed_scaling_factor,
+            temperature=c.gate_temp,
+        )
+        step.probe("experts", layer.plan.layer, experts)
+        step.probe("route_weights", layer.plan.layer, weights)
+        step.count_experts(experts, c.n_routed_experts)
+        sent = step.mesh.dispatch(ops, layer.plan.layer, x, experts, weights, phase.pos)
+        y = ops.moe_experts(sent.rows, sent.counts, ffn.bank, sent.weight, c.swiglu_limit)
+        shared = ops.shared_expert(x, ffn.shared_w1, ffn.shared_w3, ffn.shared_w2, c.swiglu_limit)
+        return step.mesh.combine(ops, y, sent, shared)

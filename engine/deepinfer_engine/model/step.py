@@ -1,0 +1,229 @@
+"""Per-step geometry shared by all layers: which keys each query sees, and how queries are grouped for scoring.
+
+Three phases run on a batch: up to the cut, the cut layer, after the cut. They differ in which tokens query (all, or
+the tail that continues past the cut), which tokens write window rows, and the window floor. Without trimming and with
+equal floors the three are one object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
+from deepinfer_engine.runtime.batch import Batch, RowSpan
+from deepinfer_kernels.reference.norm import rope_frequencies
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos and sin [T, Dr/2] of one table at the tokens' positions."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def take(self, index: Tensor | None) -> Rope:
+        return self if index is None else Rope(self.cos[index], self.sin[index])
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Where the window rows of each query are: ``local`` indexes rows of this step, ``ring`` flat ring slots.
+
+    local, ring, from_ring, mask: [T, Wₑ] with Wₑ ≤ W (no wider than the longest history). ``any_ring`` is known on
+    the host.
+    """
+
+    local: Tensor
+    ring: Tensor
+    from_ring: Tensor
+    mask: Tensor
+    any_ring: bool
+
+
+@dataclass(frozen=True)
+class QueryGroup:
+    """Rows scored together: token indices [B, C] (padding repeats the last), valid [B, C], batch rows [B]."""
+
+    tokens: Tensor
+    valid: Tensor
+    rows: Tensor
+    last_position: int
+
+
+class Phase:
+    """Queries of one phase: positions, rotary tables, window plan, scoring groups."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        layout: KVLayout,
+        ropes: dict[bool, Rope],
+        *,
+        query: Tensor | None,
+        query_spans: tuple[RowSpan, ...],
+        local_spans: tuple[RowSpan, ...],
+        after_cut: bool,
+    ):
+        self.batch = batch
+        self.layout = layout
+        self.query = query
+        self.spans = query_spans
+        self.local_spans = local_spans
+        self.after_cut = after_cut
+        self.pos = batch.pos_T if query is None else batch.pos_T[query]
+        self.row = batch.row_T if query is None else batch.row_T[query]
+        self.rope = {yarn: r.take(query) for yarn, r in ropes.items()}
+
+    @cached_property
+    def window(self) -> WindowPlan:
+        device = self.pos.device
+        width = min(self.layout.window, max(s.end for s in self.spans))
+        floors = [s.floor_decoder if self.after_cut else s.floor_encoder for s in self.spans]
+        per_row = torch.tensor(
+            [[max(0, floor), s.start, s.first] for floor, s in zip(floors, self.local_spans, strict=True)],
+            dtype=torch.int64,
+        ).to(device, non_blocking=True)
+        floor, local_start, local_first = per_row[self.row].unbind(-1)
+        u = self.pos.unsqueeze(1) - torch.arange(width - 1, -1, -1, device=device)
+        mask = u >= floor.unsqueeze(1)
+        local = u - local_start.unsqueeze(1)
+        from_ring = (local < 0) & mask
+        ring_base = self.batch.ring_slot_B[self.row] * self.layout.ring
+        return WindowPlan(
+            local=local.clamp(min=0) + local_first.unsqueeze(1),
+            ring=torch.where(from_ring, ring_base.unsqueeze(1) + u % self.layout.ring, 0),
+            from_ring=from_ring,
+            mask=mask,
+            any_ring=any(s.start > max(0, f) for s, f in zip(self.local_spans, floors, strict=True)),
+        )
+
+    @cached_property
+    def groups(self) -> tuple[QueryGroup, ...]:
+        """Short rows (decode, verify) padded together, every long row by itself."""
+        short = [b for b, s in enumerate(self.spans) if 0 < s.count <= self.layout.pair_ring]
+        groups = [[b] for b, s in enumerate(self.spans) if s.count > self.layout.pair_ring]
+        if short:
+            groups.append(short)
+        return tuple(self._group(g) for g in groups)
+
+    def _group(self, rows: list[int]) -> QueryGroup:
+        spans = [self.spans[b] for b in rows]
+        width = max(s.count for s in spans)
+        tokens = [[s.first + min(c, s.count - 1) for c in range(width)] for s in spans]
+        valid = [[c < s.count for c in range(width)] for s in spans]
+        device = self.pos.device
+        return QueryGroup(
+            tokens=torch.tensor(tokens).to(device, non_blocking=True),
+            valid=torch.tensor(valid).to(device, non_blocking=True),
+            rows=torch.tensor(rows).to(device, non_blocking=True),
+            last_position=max(s.end for s in spans) - 1,
+        )
+
+    def entry_slots(self, entries: Tensor, rows: Tensor, ratio: int) -> Tensor:
+        """Flat entry slots of entries [n, K] (−1 stays −1) of batch rows [n]."""
+        per_block = BLOCK_TOKENS // ratio
+        e = entries.clamp(min=0)
+        block = self.batch.block_table_BP[rows.unsqueeze(1), e // per_block]
+        return torch.where(entries < 0, -1, block * per_block + e % per_block)
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """``odd``: step indices of odd positions [n]; ``partner``: step index of the previous token (itself when that is
+    in the ring); ``ring_slot``: pair slot of the previous position; ``from_ring`` [n] bool."""
+
+    odd: Tensor
+    partner: Tensor
+    ring_slot: Tensor
+    from_ring: Tensor
+    any_ring: bool
+
+
+class Step:
+    """One forward pass: its batch, its phases, and what index sources have published so far.
+
+    ``selected`` [T, K]: entries each query of the current phase attends to (−1 padded, ascending). ``candidates``:
+    per group, the published blocks [B, C, blocks], or None where the filter cannot bite.
+    """
+
+    def __init__(self, frequencies: dict[bool, Tensor], batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Any = None):
+        self.batch = batch
+        self.frequencies = frequencies
+        self.probing = probe is not None
+        self.probe = probe if probe is not None else _ignore
+        self.image: Tensor | None = None
+        self.engram_ids: dict[int, Tensor] = {}
+        self.taps: list[Tensor] = []
+        self.loads: list[Tensor] = []
+        self.kv = kv
+        self.ops = ops
+        self.mesh = mesh
+        self.layout: KVLayout = kv.layout
+        self.selected: Tensor | None = None
+        self.candidates: list[Tensor | None] = []
+        ropes = {yarn: Rope(*ops.rope_angles(batch.pos_T, f)) for yarn, f in frequencies.items()}
+        self.rope = ropes
+        trimmed = batch.tail_T is not None
+        floors = any(s.floor_encoder != s.floor_decoder for s in batch.rows)
+        tail_spans = _tail_spans(batch.rows) if trimmed else batch.rows
+
+        def phase(query: Tensor | None, spans: tuple[RowSpan, ...], local: tuple[RowSpan, ...], after: bool) -> Phase:
+            return Phase(batch, self.layout, ropes, query=query, query_spans=spans, local_spans=local, after_cut=after)
+
+        self.before = phase(None, batch.rows, batch.rows, False)
+        self.at_cut = phase(batch.tail_T, tail_spans, batch.rows, False) if trimmed else self.before
+        self.after = phase(batch.tail_T, tail_spans, tail_spans, True) if trimmed or floors else self.before
+
+    def count_experts(self, experts: Tensor, total: int) -> None:
+        """Add one layer's tokens per logical expert, int64 [E], from chosen ids [T, K]."""
+        flat = experts.flatten()
+        load = torch.zeros(total, dtype=torch.int64, device=flat.device)
+        self.loads.append(load.scatter_add_(0, flat, torch.ones_like(flat)))
+
+    @cached_property
+    def pairs(self) -> PairPlan:
+        """Odd-position tokens of the step and where their even partners are."""
+        odd: list[int] = []
+        from_ring: list[bool] = []
+        for s in self.batch.rows:
+            start = s.start + (s.start + 1) % 2  # first odd position of the row
+            for_row = range(start, s.end, 2)
+            odd.extend(s.first + p - s.start for p in for_row)
+            from_ring.extend(p == s.start for p in for_row)
+        device = self.batch.pos_T.device
+        index = torch.tensor(odd, dtype=torch.int64).to(device, non_blocking=True)
+        ring = torch.tensor(from_ring, dtype=torch.bool).to(device, non_blocking=True)
+        size = self.layout.pair_ring
+        slot = self.batch.ring_slot_B[self.batch.row_T[index]] * size + (self.batch.pos_T[index] - 1) % size
+        return PairPlan(index, torch.where(ring, index, index - 1), slot, ring, any(from_ring))
+
+
+def _ignore(name: str, layer: int, value: Tensor) -> None:
+    """The probe of a run nobody watches."""
+
+
+def _tail_spans(rows: tuple[RowSpan, ...]) -> tuple[RowSpan, ...]:
+    spans = []
+    first = 0
+    for s in rows:
+        spans.append(RowSpan(first, s.tail, s.end - s.tail, s.tail, s.floor_encoder, s.floor_decoder))
+        first += s.tail
+    return tuple(spans)
+
+
+def frequency_tables(config: ModelConfig, device: str) -> dict[bool, Tensor]:
+    """Inverse frequencies of the two rotary tables: False = plain (ratio 0), True = compressed layers with YaRN."""
+    scaling = config.rope_scaling
+    yarn = None
+    if scaling is not None:
+        yarn = (scaling.factor, scaling.beta_fast, scaling.beta_slow, scaling.original_max_position_embeddings)
+    return {
+        False: rope_frequencies(config.qk_rope_head_dim, config.rope_theta).to(device),
+        True: rope_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, yarn).to(device),
+    }

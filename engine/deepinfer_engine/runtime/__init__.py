@@ -1,0 +1,1 @@
+"""Turning plans into tensors and tensors into tokens."""

@@ -1,0 +1,1 @@
+"""Checks of the engine against itself and against recorded vectors."""

@@ -1,0 +1,26 @@
+"""Build hook: a wheel carries profiles/ and recipes/ as data of the engine package.
+
+An editable install reads them from the source tree, so nothing is copied there (a copy would go stale).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+DATA = {"profiles": (".yaml",), "recipes": (".yaml", ".py")}
+
+
+class DataFilesHook(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the data files to a standard wheel; mutates ``build_data["force_include"]``."""
+        if version != "standard":
+            return
+        root = Path(self.root)
+        for folder, suffixes in DATA.items():
+            for path in sorted((root / folder).rglob("*")):
+                if path.is_file() and path.suffix in suffixes:
+                    target = f"deepinfer_engine/data/{path.relative_to(root).as_posix()}"
+                    build_data["force_include"][str(path)] = target

@@ -1,0 +1,77 @@
+"""Linear layers over official weights, embedding and output head.
+
+A ``Weight`` is made once per model load by ``prepare_weight`` and is opaque to the model; what it holds depends on
+the implementation (here: the dequantised matrix in the dtype of the numerics).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.reference import quantise as q
+from deepinfer_kernels.reference.numerics import Numerics
+
+#: fp8 / fp4: input is FP8-quantised per 32 (L8, L4); bf16: LB; f32: LF
+Kind = Literal["fp8", "fp4", "bf16", "f32"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A prepared weight: ``dense`` [..., out, in] and the kind that says how its input is treated."""
+
+    dense: Tensor
+    kind: Kind
+
+
+def prepare_weight(num: Numerics, data: Tensor, scale: Tensor | None, kind: Kind) -> Weight:
+    """Raw checkpoint storage to ``Weight``. fp8/fp4 to bf16 is exact: at most 4 significant bits times 2^k."""
+    if kind == "fp8":
+        assert scale is not None
+        return Weight(q.dequantise_fp8_tiles(data, scale).to(num.weight), kind)
+    if kind == "fp4":
+        assert scale is not None
+        return Weight(q.dequantise_mxfp4(data, scale).to(num.weight), kind)
+    return Weight(data.float() if kind == "f32" else data.to(num.weight), kind)
+
+
+def quantised_input(num: Numerics, x: Tensor, kind: Kind) -> Tensor:
+    """The operand an FP8/FP4 linear sees: quantise-dequantised per 32 under ``reference``, ``x`` otherwise."""
+    if num.quantise_inputs and kind in ("fp8", "fp4"):
+        return q.dequantise_q8(*q.quantise_q8(x))
+    return x
+
+
+def matmul(x: Tensor, dense: Tensor) -> Tensor:
+    """x · denseᵀ with f32 accumulation; f32 result unless both operands are bf16."""
+    if x.dtype == dense.dtype:
+        return x @ dense.mT
+    return x.float() @ dense.float().mT
+
+
+def linear(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
+    """[..., in] → [..., out] in the activation dtype; kind f32 computes and returns f32."""
+    if weight.kind == "f32":
+        return x.float() @ weight.dense.mT
+    return num.round(matmul(quantised_input(num, x, weight.kind), weight.dense))
+
+
+def linear_grouped(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
+    """Block-diagonal projection [T, G, in] · [G, out, in] → [T, G, out] (``wo_a``); the input is not quantised."""
+    w = weight.dense
+    if x.dtype != w.dtype:
+        x, w = x.float(), w.float()
+    return num.round(torch.einsum("tgi,goi->tgo", x, w))
+
+
+def embed(num: Numerics, ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of the embedding [V, H] for ids [T], in the activation dtype."""
+    return num.round(table[ids])
+
+
+def head_logits(num: Numerics, h: Tensor, weight: Weight) -> Tensor:
+    """f32 logits [T, V] of normed hidden states [T, H]; both operands are widened to f32."""
+    return h.float() @ weight.dense.float().mT

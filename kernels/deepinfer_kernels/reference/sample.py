@@ -1,0 +1,100 @@
+"""Counter-based sampling: Philox4x32-10 noise keyed by (sequence seed, absolute position, stream).
+
+Counter layout: (position, stream << 24, token id // 4, 0); token v uses word v % 4. Nothing depends on the batch,
+the step number or the device: ten rounds of two 32×32→64 multiplications. Gumbel noise and the comparison are f64.
+Source: Salmon et al. 2011 (Philox), known-answer vectors of Random123.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.reference.numerics import Numerics
+
+#: stream ids; plain sampling and coupled verification share TARGET
+TARGET, DRAFT, ACCEPT = 0, 1, 2
+
+_M32 = 0xFFFFFFFF
+_MUL0, _MUL1 = 0xD2511F53, 0xCD9E8D57
+_WEYL0, _WEYL1 = 0x9E3779B9, 0xBB67AE85
+
+
+def _mul32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low words of a 32×32-bit product held in int64 without signed overflow."""
+    low16 = (a & 0xFFFF) * b
+    rest = (a >> 16) * b + (low16 >> 16)
+    return (rest >> 16) & _M32, ((rest & 0xFFFF) << 16 | (low16 & 0xFFFF)) & _M32
+
+
+def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
+    """[..., 4] words (int64 holding u32) of Philox4x32-10; key int64 (the 64-bit seed), counters int64 u32."""
+    k0, k1 = key & _M32, (key >> 32) & _M32
+    for _ in range(10):
+        h0, l0 = _mul32(c0, _MUL0)
+        h1, l1 = _mul32(c2, _MUL1)
+        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        k0, k1 = (k0 + _WEYL0) & _M32, (k1 + _WEYL1) & _M32
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
+def uniforms(seed: Tensor, position: Tensor, stream: int, n: int) -> Tensor:
+    """f64 [B, n] in (0, 1): 24-bit midpoints, so neither end is reached. seed, position [B] int64."""
+    block = torch.arange((n + 3) // 4, device=seed.device).unsqueeze(0)
+    zero = torch.zeros_like(block)
+    words = philox(seed.unsqueeze(1), position.unsqueeze(1) + zero, zero + (stream << 24), block + 0, zero)
+    return ((words.flatten(1)[:, :n] >> 8).double() + 0.5) * 2.0**-24
+
+
+def target_logprobs(
+    num: Numerics, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Processed log-distribution f64 [B, V], −inf where excluded.
+
+    Order: temperature, top-k (0 = off), top-p over what is left (the token that crosses p is kept), min-p relative to
+    the best token. Equal logits are ranked by ascending id. Rows with temperature 0 put everything on the argmax.
+    """
+    x = logits.double()
+    greedy = temperature == 0
+    x = x / torch.where(greedy, 1.0, temperature.double()).unsqueeze(1)
+    best = logits.argmax(-1, keepdim=True)
+    order = torch.sort(x, dim=-1, descending=True, stable=True)
+    rank = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+    limit = torch.where(top_k > 0, top_k, x.shape[1]).unsqueeze(1)
+    ranked = order.values.masked_fill(rank >= limit, float("-inf"))
+    p = ranked.softmax(-1)
+    before = p.cumsum(-1) - p
+    keep = (before < top_p.double().unsqueeze(1)) & (p >= min_p.double().unsqueeze(1) * p[:, :1]) & (rank < limit)
+    keep[:, 0] = True
+    ranked = ranked.masked_fill(~keep, float("-inf")).log_softmax(-1)
+    out = torch.full_like(x, float("-inf")).scatter_(1, order.indices, ranked)
+    point = torch.full_like(x, float("-inf")).scatter_(1, best, 0.0)
+    return torch.where(greedy.unsqueeze(1), point, out)
+
+
+def draw(num: Numerics, logprobs: Tensor, seed: Tensor, position: Tensor, stream: int = TARGET) -> Tensor:
+    """Token ids [B] by the Gumbel-max rule on f64 log-probabilities; ties go to the lowest id."""
+    u = uniforms(seed, position, stream, logprobs.shape[1])
+    return (logprobs - torch.log(-torch.log(u))).argmax(-1)
+
+
+def sample(
+    num: Numerics,
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    all_greedy: bool,
+) -> Tensor:
+    """Next token ids [B] int64 for f32 logits [B, V]; every parameter is a [B] tensor.
+
+    ``position`` is the absolute index of the token being drawn. ``all_greedy`` (known on the host) skips the noise.
+    """
+    if all_greedy:
+        return logits.argmax(-1)
+    logprobs = target_logprobs(num, logits, temperature, top_k, top_p, min_p)
+    return draw(num, logprobs, seed, position, TARGET)

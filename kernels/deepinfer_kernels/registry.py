@@ -1,0 +1,119 @@
+"""Which implementation computes which operation: chosen once, shown on request, never changed silently.
+
+``resolve`` walks the implementations of each operation in order of preference and takes the first that runs on the
+platform, honours the numerics and misses nothing. A forced backend that cannot serve is an error, not a fallback.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepinfer_kernels.ops import OPS
+from deepinfer_kernels.reference import (
+    attention,
+    cache,
+    compress,
+    engram,
+    hyper,
+    index,
+    linear,
+    moe,
+    norm,
+    sample,
+)
+from deepinfer_kernels.reference.numerics import NUMERICS, Numerics
+from deepinfer_kernels.spec import Implementation
+
+_EVERYWHERE = frozenset({"cpu", "sm90", "sm100"})
+_ALL = frozenset(NUMERICS)
+
+_FAMILIES = {
+    "attention": attention,
+    "cache": cache,
+    "compress": compress,
+    "engram": engram,
+    "hyper": hyper,
+    "index": index,
+    "linear": linear,
+    "moe": moe,
+    "norm": norm,
+    "sample": sample,
+}
+
+
+def _implementations() -> dict[str, tuple[Implementation, ...]]:
+    table: dict[str, list[Implementation]] = {}
+    for spec in OPS.values():
+        fn = getattr(_FAMILIES[spec.family], spec.name)
+        table[spec.name] = [Implementation(spec.name, "reference", _EVERYWHERE, _ALL, fn)]
+    # bf16 grouped products: the only faster route that needs nothing but torch
+    table["moe_experts"].insert(
+        0, Implementation("moe_experts", "torch", _EVERYWHERE, frozenset({"fast"}), moe.moe_experts_grouped)
+    )
+    return {name: tuple(rows) for name, rows in table.items()}
+
+
+IMPLEMENTATIONS = _implementations()
+
+
+class KernelError(Exception):
+    """No implementation can serve an operation as asked. ``reasons`` holds one sentence per candidate."""
+
+    def __init__(self, op: str, reasons: tuple[str, ...]):
+        super().__init__(f"{op}: " + "; ".join(reasons))
+        self.op = op
+        self.reasons = reasons
+
+
+class Ops:
+    """The flat namespace of operations: ``ops.rms_norm(x, weight, eps)`` and so on, numerics already bound."""
+
+    def __init__(self, numerics: Numerics, platform: str, chosen: Mapping[str, Implementation]):
+        self.numerics = numerics
+        self.platform = platform
+        self.chosen = dict(chosen)
+        for name, implementation in chosen.items():
+            setattr(self, name, functools.partial(implementation.fn, numerics))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"no operation named {name!r}; known: {', '.join(sorted(OPS))}")
+
+
+def resolve(mode: str, platform: str, backends: Mapping[str, str] | None = None) -> Ops:
+    """Choose an implementation of every operation for one numerics mode and platform.
+
+    ``backends`` forces op → backend. Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
+    """
+    forced = dict(backends or {})
+    unknown = set(forced) - set(OPS)
+    if unknown:
+        raise KeyError(f"unknown operations {sorted(unknown)}; known: {', '.join(sorted(OPS))}")
+    chosen = {}
+    for name in OPS:
+        candidates = IMPLEMENTATIONS[name]
+        if name in forced:
+            candidates = tuple(i for i in candidates if i.backend == forced[name])
+            if not candidates:
+                have = ", ".join(i.backend for i in IMPLEMENTATIONS[name])
+                raise KernelError(name, (f"no backend {forced[name]!r}, there are: {have}",))
+        reasons = []
+        for implementation in candidates:
+            reason = why_not(implementation, mode, platform)
+            if reason is None:
+                chosen[name] = implementation
+                break
+            reasons.append(f"{implementation.backend}: {reason}")
+        else:
+            raise KernelError(name, tuple(reasons))
+    return Ops(NUMERICS[mode], platform, chosen)
+
+
+def why_not(implementation: Implementation, mode: str, platform: str) -> str | None:
+    """The reason an implementation cannot serve, in one sentence; None when it can."""
+    if platform not in implementation.platforms:
+        return f"runs on {', '.join(sorted(implementation.platforms))}, not on {platform}"
+    if mode not in implementation.numerics:
+        return f"honours {', '.join(sorted(implementation.numerics))} numerics, not {mode}"
+    return implementation.missing()

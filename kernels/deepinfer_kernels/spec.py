@@ -1,0 +1,57 @@
+"""``OpSpec``: what an operation is, independent of who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: named sizes of one call, e.g. {"T": 4, "H": 192}
+Dims = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How an implementation may differ from the reference: exact bits, or a relative norm ‖a − b‖ / ‖b‖."""
+
+    exact: bool = False
+    relative: float = 0.0
+
+
+EXACT = Tolerance(exact=True)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Signature, cost and tolerance of one operation.
+
+    ``inputs`` / ``outputs`` map argument names to "shape dtype" with the repository's dimension letters.
+    ``bytes`` and ``flops`` give the least memory traffic and the arithmetic (multiply-add = 2) of one call.
+    ``row_independent``: an output row depends on its own input row only, so batch invariance can hold.
+    """
+
+    name: str
+    family: str
+    summary: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    tolerance: Tolerance
+    bytes: Callable[[Dims], int]
+    flops: Callable[[Dims], int]
+    row_independent: bool = True
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    ``backend`` names the source (reference, torch, cpp, triton, …), ``platforms`` where it runs, ``numerics`` the
+    modes it honours. ``missing`` says in one sentence what is absent on this machine, or None when it can run.
+    """
+
+    op: str
+    backend: str
+    platforms: frozenset[str]
+    numerics: frozenset[str]
+    fn: Callable[..., Any]
+    missing: Callable[[], str | None] = field(default=lambda: None)
