@@ -122,6 +122,17 @@ class Checkpoint:
         self._check_values(name, flat)
         return flat.view(dtype).view(where.shape)
 
+    def advise(self, name: str, advice: int) -> None:
+        """``madvise`` for the pages that lie wholly inside ``name``."""
+        where = self.stored(name)
+        begin = -(-where.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if where.end > begin:
+            self.advise_bytes(name, begin, where.end - begin, advice)
+
+    def advise_bytes(self, name: str, begin: int, nbytes: int, advice: int) -> None:
+        """``madvise`` for a page-aligned byte range of the shard that holds ``name``."""
+        self._map(self._file(name)).madvise(advice, begin, nbytes)
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the manifest: per shard its name, size, header hash and a hash of payload samples.
