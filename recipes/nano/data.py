@@ -121,14 +121,14 @@ class Renderer:
         c = self._control
         ids = list(self._head(setting))
         if setting.before is not None:
-            ids += self.text(setting.before.question) + [c[ASSISTANT], c[THINK_END]]
-            ids += self.text(setting.before.answer) + [c[EOS], c[USER]]
+            ids += [*self.text(setting.before.question), c[ASSISTANT], c[THINK_END]]
+            ids += [*self.text(setting.before.answer), c[EOS], c[USER]]
         return ids + self.text(question) + [c[ASSISTANT], c[THINK_END if setting.effort is None else THINK]]
 
     def row(self, item: chat.Chat, setting: Setting) -> Row:
         c = self._control
         prompt = self.prompt(item.question, setting)
-        thinking = [] if setting.effort is None else self.text(item.thinking) + [c[THINK_END]]
+        thinking = [] if setting.effort is None else [*self.text(item.thinking), c[THINK_END]]
         answer = [*self.text(item.answer), c[EOS]]
         return Row(prompt + thinking + answer, len(prompt), len(answer))
 

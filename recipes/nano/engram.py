@@ -2,7 +2,7 @@
 
 Every token belongs to a class (its normalised text); the row of an n-gram is the XOR of (class at lag d x odd
 multiplier d), modulo the prime of its (order, head) bucket, plus the bucket's offset. Lags before the sequence start
-count as the class of the pad token, and stay so for all older lags. Source: Engram section of the V4.1 model description.
+count as the class of the pad token, and stay so for all older lags. Source: the V4.1 release's n-gram memory.
 """
 
 from __future__ import annotations

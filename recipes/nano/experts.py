@@ -7,6 +7,8 @@ grouped matrix product of recent GPUs. Neither drops a token and neither waits f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,8 @@ def route(
     x: Tensor, gate: Tensor, bias: Tensor, *, k: int, temperature: float, norm: bool, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(expert ids [T, k], weights f32 [T, k], scores f32 [T, E]): top-k of score + bias, weights from the scores."""
-    scores = torch.sqrt(torch.nn.functional.softplus(x.float() @ gate.float().t() / temperature))
+    # 1e-30 changes no score and keeps the gradient of the root finite when softplus underflows
+    scores = torch.sqrt(torch.nn.functional.softplus(x.float() @ gate.float().t() / temperature) + 1e-30)
     ids = (scores.detach() + bias).topk(k, -1).indices
     weights = scores.gather(-1, ids)
     if norm and k > 1:
@@ -28,20 +31,32 @@ def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return torch.nn.functional.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
 
 
+Quantise = Callable[[Tensor], Tensor]
+
+
 def weighted(gate: Tensor, up: Tensor, weight: Tensor, limit: float) -> Tensor:
     """The hidden rows of routed experts: the routing weight is applied before the down projection."""
     return (gated(gate, up, limit) * weight.unsqueeze(-1)).to(gate.dtype)
 
 
 def dense_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, *, limit: float
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    *,
+    limit: float,
+    act: Quantise,
+    hidden_rows: Callable[..., Tensor] = weighted,
 ) -> Tensor:
     """f32 [T, H]; every expert on every token."""
     experts, inner, hidden = w1.shape
     spread = torch.zeros(x.shape[0], experts, device=x.device).scatter(1, ids, weights)
     gate = (x @ w1.reshape(-1, hidden).t()).view(-1, experts, inner)
     up = (x @ w3.reshape(-1, hidden).t()).view(-1, experts, inner)
-    rows = weighted(gate, up, spread, limit).flatten(1)
+    rows = act(hidden_rows(gate, up, spread, limit)).flatten(1)
     return (rows @ w2.transpose(1, 2).reshape(-1, hidden)).float()
 
 
@@ -67,7 +82,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx, rows: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(order)
         ctx.k, ctx.dtype = k, rows.dtype
-        return rows[inverse].unflatten(0, (-1, k)).float().sum(1)
+        return rows[inverse].unflatten(0, (-1, k)).sum(1, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -76,7 +91,16 @@ class _Collect(torch.autograd.Function):
 
 
 def grouped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, *, limit: float
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    *,
+    limit: float,
+    act: Quantise,
+    hidden_rows: Callable[..., Tensor] = weighted,
 ) -> Tensor:
     """f32 [T, H]; rows sorted by expert, three grouped matrix products."""
     k = ids.shape[1]
@@ -88,7 +112,7 @@ def grouped_experts(
     rows = _Spread.apply(x, order, inverse, k)
     gate = torch._grouped_mm(rows, w1.transpose(1, 2), offs=ends)
     up = torch._grouped_mm(rows, w3.transpose(1, 2), offs=ends)
-    hidden = weighted(gate, up, weights.flatten().gather(0, order), limit)
+    hidden = act(hidden_rows(gate, up, weights.flatten().gather(0, order), limit))
     return _Collect.apply(torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends), order, inverse, k)
 
 

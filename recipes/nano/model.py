@@ -41,24 +41,21 @@ class Ops:
     expand: Callable[..., Tensor] = mixing.expand
     attend: Callable[..., tuple[Tensor, Tensor]] = attention.attend
     rotate: Callable[..., Tensor] = attention.rotate
-    rms: Callable[..., Tensor] = mixing.rms
     weighted: Callable[..., Tensor] = experts.weighted
-    fp8_groups: Callable[[Tensor], Tensor] = formats.fp8_groups
-    fp4_groups: Callable[[Tensor], Tensor] = formats.fp4_groups
-    fp4_global: Callable[[Tensor], Tensor] = formats.fp4_global
+    fp8_values: Callable[[Tensor], Tensor] = formats.fp8_values
+    fp4_values: Callable[[Tensor], Tensor] = formats.fp4_values
+    fp4_global_values: Callable[[Tensor], Tensor] = formats.fp4_global_values
     #: Sinkhorn rounds per call of ``balance``: short pieces compile in seconds
     balance_piece: int = 64
     routed: Callable[..., Tensor] = experts.dense_experts
 
     def compiled(self) -> Ops:
-        """The same functions through the compiler, for one fixed batch shape."""
-
-        def fuse(f: Callable[..., object]) -> Callable[..., object]:
-            return torch.compile(f, dynamic=False)
-
-        names = ("coefficients", "balance", "collapse", "expand", "attend", "rotate", "rms")
-        names += ("fp8_groups", "fp4_groups", "fp4_global")
-        return Ops(**{n: fuse(getattr(self, n)) for n in names}, balance_piece=5, routed=self.routed)  # pyright: ignore[reportArgumentType]
+        """The same functions through the compiler."""
+        fixed = ("coefficients", "balance", "collapse", "expand", "attend", "rotate", "weighted")
+        sized = ("fp8_values", "fp4_values", "fp4_global_values")  # called with many group counts
+        fused = {n: torch.compile(getattr(self, n), dynamic=False) for n in fixed}
+        fused |= {n: torch.compile(getattr(self, n), dynamic=True) for n in sized}
+        return Ops(**fused, balance_piece=5, routed=self.routed)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass
@@ -85,14 +82,15 @@ class _Shared:
 
 def stored(params: Params, *, weights: bool) -> dict[str, Tensor]:
     """The weights that the forward pass uses: official values (straight-through) or the float ones as they are."""
-    if not weights:
-        return dict(params)
-    formatters: dict[str, Callable[[Tensor], Tensor]] = {
-        "fp8": formats.fp8_tiles,
-        "fp4": formats.fp4_groups,
-        "rows": formats.fp8_rows,
-    }
-    return {name: formatters.get(kind_of(name), lambda w: w)(w) for name, w in params.items()}
+    out = dict(params)
+    if weights:
+        names: dict[str, list[str]] = {"fp8": [], "fp4": [], "rows": [], "bf16": [], "f32": []}
+        for name in params:
+            names[kind_of(name)].append(name)
+        out |= zip(names["fp8"], formats.fp8_tiles([params[n] for n in names["fp8"]]), strict=True)
+        for kind, values in (("fp4", formats.fp4_values), ("rows", formats.fp8_values)):
+            out |= zip(names[kind], formats.grouped_weights([params[n] for n in names[kind]], values), strict=True)
+    return out
 
 
 class Model:
@@ -120,8 +118,8 @@ class Model:
 
     # -------------------------------------------------------------- whole model
 
-    def forward(self, w: Params, ids_BT: Tensor, *, first: int = 0, trace: Trace | None = None) -> Tensor:
-        """f32 logits [B, T - first, V] of positions ``first`` and later."""
+    def hidden(self, w: Params, ids_BT: Tensor, trace: Trace | None = None) -> Tensor:
+        """[B, T, H]: the normed last hidden state of sequences that start at position 0."""
         c, dtype = self.config, self.numerics.dtype
         b, t = ids_BT.shape
         embedded = torch.nn.functional.embedding(ids_BT, w["embed.weight"]).to(dtype)
@@ -141,10 +139,11 @@ class Model:
             pre, post, comb = self._mix(w, p + "hc_ffn", x)
             h = self.ops.collapse(x, pre_a, w[p + "ffn_norm.weight"], c.rms_norm_eps)
             x = self.ops.expand(x, self._moe(w, p + "ffn.", h, trace), post, comb)
-        if first:
-            x, pre = (v.unflatten(0, (b, t))[:, first:].flatten(0, 1) for v in (x, pre))
-        h = mixing.collapse(x, pre, w["norm.weight"], c.rms_norm_eps)
-        return linear(h, w["head.weight"].to(dtype)).float().view(b, t - first, -1)
+        return self.ops.collapse(x, pre, w["norm.weight"], c.rms_norm_eps).view(b, t, -1)
+
+    def logits(self, w: Params, hidden: Tensor) -> Tensor:
+        """f32 [..., V]."""
+        return self._linear(hidden, w["head.weight"]).float()
 
     def _mix(self, w: Params, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
@@ -165,7 +164,7 @@ class Model:
 
     def _act(self, x: Tensor) -> Tensor:
         """The input of an FP8 product."""
-        return self.ops.fp8_groups(x) if self.numerics.official else x
+        return formats.through(x, self.ops.fp8_values, 32) if self.numerics.official else x
 
     def _table(self, ratio: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the layers with ratio 0, or of all others (YaRN)."""
@@ -178,20 +177,18 @@ class Model:
             self._tables[key] = attention.rope_table(c.qk_rope_head_dim, theta, length, scaling, device)
         return self._tables[key]
 
-    def _attention(
-        self, w: Params, p: str, plan: LayerPlan, x: Tensor, shared: _Shared, trace: Trace | None
-    ) -> Tensor:
+    def _attention(self, w: Params, p: str, plan: LayerPlan, x: Tensor, shared: _Shared, trace: Trace | None) -> Tensor:
         c, eps = self.config, self.config.rms_norm_eps
         b, t, _ = x.shape
         cos, sin = self._table(plan.ratio, t, x.device)
         cos_q, sin_q = cos.unsqueeze(1), sin.unsqueeze(1)
         xq = self._act(x)
-        qr = self.ops.rms(self._linear(xq, w[p + "wq_a.weight"]), w[p + "q_norm.weight"], eps)
+        qr = mixing.rms(self._linear(xq, w[p + "wq_a.weight"]), w[p + "q_norm.weight"], eps)
         qr_q = self._act(qr)
         q = self._linear(qr_q, w[p + "wq_b.weight"]).view(b, t, c.num_attention_heads, c.head_dim)
         q = self.ops.rotate(q, cos_q, sin_q)
-        window = self.ops.rms(self._linear(xq, w[p + "wkv.weight"]), w[p + "kv_norm.weight"], eps)
-        window = self._act(self.ops.rotate(window, cos, sin))
+        window = mixing.rms(self._linear(xq, w[p + "wkv.weight"]), w[p + "kv_norm.weight"], eps)
+        window = self._act(attention.rotate(window, cos, sin))
         mask = attention.window_mask(t, c.sliding_window, x.device).unsqueeze(0)
         keys = window
         if plan.ratio:
@@ -216,22 +213,23 @@ class Model:
         """On a kv source: the global rows and index keys of the sequence."""
         if not plan.owns_kv:
             return
-        c, eps = self.config, self.config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         count = x.shape[1] // plan.ratio
         cos, sin = (v[:: plan.ratio][:count] for v in table)  # an entry turns with its first token
         if plan.ratio == 2:
-            u = linear(x.float(), w[p + "compressor.wkv.weight"])
-            g = linear(x.float(), w[p + "compressor.wgate.weight"])
+            u = linear(x.float(), w[p + "compressor.wkv.weight"].float())
+            g = linear(x.float(), w[p + "compressor.wgate.weight"].float())
             pooled = attention.pool_pairs(u, g).to(x.dtype)
         else:
             pooled = self._linear(x, w[p + "compressor.wkv.weight"])
-        z = self.ops.rms(pooled, w[p + "compressor.norm.weight"], eps)
-        rows = self.ops.rotate(z, cos, sin)
+        z = mixing.rms(pooled, w[p + "compressor.norm.weight"], eps)
+        rows = attention.rotate(z, cos, sin)
         # the indexer learns from its own loss only, so it reads detached inputs
-        key = self.ops.rms(self._linear(z.detach(), w[p + "indexer.wk.weight"]), w[p + "indexer.k_norm.weight"], eps)
-        key = self.ops.rotate(key, cos, sin)
+        key = mixing.rms(self._linear(z.detach(), w[p + "indexer.wk.weight"]), w[p + "indexer.k_norm.weight"], eps)
+        key = attention.rotate(key, cos, sin)
         if self.numerics.official:
-            rows, key = self.ops.fp4_global(rows), self.ops.fp4_groups(key)
+            rows = formats.through(rows, self.ops.fp4_global_values, 16)
+            key = formats.through(key, self.ops.fp4_values, 32)
         shared.rows, shared.index_keys = rows, key
 
     def _select(
@@ -251,7 +249,7 @@ class Model:
         iq = self._linear(qr.detach(), w[p + "indexer.wq_b.weight"]).view(b, t, c.index_n_heads, c.index_head_dim)
         iq = self.ops.rotate(iq, *table)
         if self.numerics.official:
-            iq = self.ops.fp4_groups(iq)
+            iq = formats.through(iq, self.ops.fp4_values, 32)
         iw = self._linear(x.detach(), w[p + "indexer.weights_proj.weight"])
         iw = iw * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         assert shared.index_keys is not None
@@ -287,7 +285,9 @@ class Model:
             trace.experts.append(ids.detach())
         xq = self._act(x)
         routed = (w[p + f"experts.{n}"].to(x.dtype) for n in ("w1", "w3", "w2"))
-        y = self.ops.routed(xq, ids, weights, *routed, limit=c.swiglu_limit)
+        y = self.ops.routed(
+            xq, ids, weights, *routed, limit=c.swiglu_limit, act=self._act, hidden_rows=self.ops.weighted
+        )
         s = p + "shared_experts."
         hidden = experts.gated(
             self._linear(xq, w[s + "w1.weight"]), self._linear(xq, w[s + "w3.weight"]), c.swiglu_limit

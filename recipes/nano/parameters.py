@@ -17,9 +17,7 @@ from torch import Tensor
 
 Kind = Literal["fp8", "fp4", "rows", "bf16", "f32"]
 
-_FP8 = re.compile(
-    r"(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123]|engram\.wkv)\.weight$"
-)
+_FP8 = re.compile(r"(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123]|engram\.wkv)\.weight$")
 _F32 = re.compile(r"(hc_(attn|ffn)_(fn|base|scale)|attn_sink|gate\.bias(_vl)?)$")
 _EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])\.weight$")
 
@@ -128,8 +126,8 @@ def _start(c: ModelConfig, name: str, shape: tuple[int, ...], generator: torch.G
         return _start_mixing(c, name, shape, generator)
     if name == "embed.weight":
         std = 0.5  # of the order of a sublayer's output, so that both matter from the first step
-    elif name in ("head.weight",) or name.endswith("gate.weight"):
-        std = 0.02  # near-uniform first predictions and routes
+    elif name == "head.weight" or name.endswith(("ffn.gate.weight", "compressor.wgate.weight")):
+        std = 0.02  # near-uniform first predictions, routes and pair weights
     elif name.endswith("engram.embed.weight"):
         std = 0.1
     else:
