@@ -85,9 +85,9 @@ class Renderer:
             .with_tokenizer(CodecTokenizer.from_file(str(tokenizer_file)))
             .with_special_tokens(SpecialTokens(image=IMAGE))
         )
-        self._control = {
-            t: self.tokenizer.token_to_id(t) for t in (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, THINK_END)
-        }
+        controls = (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, THINK_END)
+        vocabulary = self.tokenizer.get_vocab()
+        self._control = {text: vocabulary[text] for text in controls}
         self._parts: dict[str, list[int]] = {}
         self._heads: dict[tuple[Effort | None, str | None], list[int]] = {}
 

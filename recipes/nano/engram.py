@@ -33,7 +33,7 @@ def token_classes(tokenizer: Tokenizer) -> np.ndarray:
     out = np.empty(tokenizer.get_vocab_size(), dtype=np.int64)
     for token in range(len(out)):
         text = tokenizer.decode([token], skip_special_tokens=False)
-        key = tokenizer.id_to_token(token) if "\ufffd" in text else normalise(text) or text
+        key = str(tokenizer.id_to_token(token)) if "\ufffd" in text else normalise(text) or text
         out[token] = classes.setdefault(key, len(classes))
     return out
 

@@ -48,7 +48,7 @@ def generate(model: Model, w: Params, rows: Rows, *, eos: int) -> tuple[Tensor, 
     end = rows.prompts.clone()
     done = end >= width
     while not bool(done.all()):
-        hidden = model.hidden(w, ids)
+        hidden = model.hidden(w, ids[:, : int(end.max())])  # later columns cannot matter
         last = hidden.gather(1, (end - 1).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])).squeeze(1)
         token = model.logits(w, last).argmax(-1)
         here = (column == end.unsqueeze(1)) & ~done.unsqueeze(1)

@@ -110,10 +110,10 @@ def grouped_experts(
     every = torch.arange(w1.shape[0], device=x.device, dtype=sorted_ids.dtype)
     ends = torch.searchsorted(sorted_ids, every, right=True).to(torch.int32)
     rows = _Spread.apply(x, order, inverse, k)
-    gate = torch._grouped_mm(rows, w1.transpose(1, 2), offs=ends)
-    up = torch._grouped_mm(rows, w3.transpose(1, 2), offs=ends)
+    gate = torch.ops.aten._grouped_mm(rows, w1.transpose(1, 2), offs=ends)
+    up = torch.ops.aten._grouped_mm(rows, w3.transpose(1, 2), offs=ends)
     hidden = act(hidden_rows(gate, up, weights.flatten().gather(0, order), limit))
-    return _Collect.apply(torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends), order, inverse, k)
+    return _Collect.apply(torch.ops.aten._grouped_mm(hidden, w2.transpose(1, 2), offs=ends), order, inverse, k)
 
 
 def expert_loads(ids: Tensor, experts: int) -> Tensor:

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 import torch
-from deepinfer_engine.weights.checkpoint import Checkpoint
-from deepinfer_engine.weights.writer import write_checkpoint
-from deepinfer_kernels.reference import quantise
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_engine.weights.writer import write_checkpoint
+from deepinfer_kernels.reference import quantise
 from recipes.nano.parameters import to_official
 
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from deepinfer_engine.config.model import LayerPlan, ModelConfig
 from torch import Tensor
 from torch.nn.functional import linear
 
+from deepinfer_engine.config.model import LayerPlan, ModelConfig
 from recipes.nano import attention, engram, experts, formats, mixing
 from recipes.nano.parameters import kind_of
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from deepinfer_engine.config.model import LayerPlan, ModelConfig
 from torch import Tensor
+
+from deepinfer_engine.config.model import LayerPlan, ModelConfig
 
 Kind = Literal["fp8", "fp4", "rows", "bf16", "f32"]
 

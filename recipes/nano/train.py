@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from deepinfer_engine.config.model import ModelConfig, load_model_config
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deepinfer_engine.config.model import ModelConfig, load_model_config
 from recipes.nano import experts
 from recipes.nano.engram import token_classes
 from recipes.nano.evaluate import Rows, evaluate, load_rows
@@ -177,7 +177,8 @@ class Trainer:
             quantised=progress >= self.train["quantise_from"],
         )
         source, target = (self.params, self._safe) if finite else (self._safe, self.params)
-        torch._foreach_copy_(list(target.values()), [source[name] for name in target])
+        for name, value in target.items():
+            value.copy_(source[name])
         if not finite:
             self.scale *= 0.5
             self.optimiser = make_optimiser(self.params, self.train)
@@ -261,6 +262,7 @@ def warm_up(model: Model, trainer: Trainer, log: Log, *, compile_mode: str) -> N
         fused = timed_steps(trainer, 3)
     except Exception as exc:  # any compiler failure: the run goes on without it and says so
         log("compile_failed", seconds=round(time.monotonic() - start, 1), reason=f"{type(exc).__name__}: {exc}"[:500])
+        trainer.optimiser.zero_grad(set_to_none=True)  # the failed step may have left gradients
         model.ops = plain
         return
     keep = fused < eager

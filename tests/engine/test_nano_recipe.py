@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from deepinfer_engine.config.model import ModelConfig, load_model_config, parse_model_config
-from deepinfer_engine.weights.checkpoint import Checkpoint
-from deepinfer_kernels.reference import quantise as q
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from deepinfer_engine.config.model import ModelConfig, load_model_config, parse_model_config
+from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_kernels.reference import quantise as q
 from recipes.nano import chat, data, engram, evaluate, experts, export, formats, train
 from recipes.nano.model import Model, Numerics, Trace
 from recipes.nano.parameters import from_official, initial_parameters, shapes, to_official
