@@ -36,7 +36,6 @@ from recipes.nano.parameters import initial_parameters, kind_of
 
 HERE = Path(__file__).resolve().parent
 PIECE_BYTES = 15_000_000
-REPORT_EVERY = 20  # steps; each report waits for the device once
 MEAN_TARGETS = 32  # loss positions per row that fit the head; the data has 26 to 28 on average
 
 
@@ -336,9 +335,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     judge = Judge(model, held_out, tokenizer, eos, recipe["train"]["batch"])
     count = sum(v.numel() for v in trainer.params.values())
     log("start", torch=torch.__version__, device=str(device), parameters=count, rows=len(batches.rows.lengths))
-    budget = args.minutes * 60
     warm_up(model, trainer, log, compile_mode=args.compile)
-    train_until(trainer, judge, log, args.out, budget, args.eval_every)
+    train_until(
+        trainer,
+        judge,
+        log,
+        args.out,
+        budget=args.minutes * 60,
+        steps=args.steps,
+        eval_every=args.eval_every,
+        report_every=args.report_every,
+    )
     weights = trainer.final_weights()
     scores, wrong = judge.score(weights, list(held_out))
     pieces = save_pieces(args.out, weights)
@@ -350,19 +357,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def train_until(trainer: Trainer, judge: Judge, log: Log, out: Path, budget: float, eval_every: float) -> None:
-    """Steps until ``budget`` seconds after the log's start; progress is the share of what remained after set-up."""
+def train_until(
+    trainer: Trainer,
+    judge: Judge,
+    log: Log,
+    out: Path,
+    *,
+    budget: float,
+    steps: int | None,
+    eval_every: float,
+    report_every: int,
+) -> None:
+    """Steps until ``budget`` seconds after the log's start, or exactly ``steps`` of them.
+
+    Progress is the share of the time that remained after set-up, or of the steps.
+    """
     begin = last = time.monotonic()
     end = log.start + budget
     next_eval = begin + eval_every
-    since = 0
+    done = since = 0
     while True:
-        progress = (time.monotonic() - begin) / max(end - begin, 1e-3)
+        progress = (time.monotonic() - begin) / max(end - begin, 1e-3) if steps is None else done / steps
         if progress >= 1:
             break
         loss, trace = trainer.step(progress)
+        done += 1
         since += 1
-        if trainer.step_number % REPORT_EVERY == 0:
+        if done % report_every == 0:
             float(loss)
             now = time.monotonic()
             trainer.report(loss, trace, progress, (now - last) / since * 1e3)
@@ -385,16 +406,23 @@ def final_loads(trainer: Trainer) -> list[list[float]]:
     return [[round(float(v) * count, 3) for v in loads] for loads in trace.loads_LE]
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="train nano")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", type=Path, default=HERE / "nano.yaml")
     parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--steps", type=int, help="train this many steps instead of --minutes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     parser.add_argument("--eval-every", type=float, default=60.0, help="seconds between held-out scores")
-    run(parser.parse_args(argv))
+    parser.add_argument("--report-every", type=int, default=20, help="steps between log lines; each waits once")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    run(arguments())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -258,17 +257,14 @@ def test_scoring_wants_the_exact_answer_after_the_thinking():
 def test_recipe_generates_trains_exports_and_reloads(small: tuple[Path, Path, ModelConfig], tmp_path: Path):
     """The whole path on the CPU: the loss falls, and the engine reads back exactly what was trained."""
     folder, recipe, config = small
-    args = Namespace(data=folder, out=tmp_path / "run", recipe=recipe, minutes=0.1, device="cpu")
-    args.compile, args.eval_every = "off", 1e9
-    lines_before = train.REPORT_EVERY
-    train.REPORT_EVERY = 5
-    try:
-        result = train.run(args)
-    finally:
-        train.REPORT_EVERY = lines_before
+    options = {"--data": folder, "--out": tmp_path / "run", "--recipe": recipe, "--steps": 36, "--report-every": 6}
+    options |= {"--device": "cpu", "--compile": "off", "--eval-every": 1e9}
+    args = train.arguments([str(v) for pair in options.items() for v in pair])
+    result = train.run(args)
     log = [json.loads(line) for line in (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [line["loss"] for line in log if line["event"] == "step"]
     assert losses[-1] < 0.8 * np.log(config.vocab_size)
+    assert [line["quantised"] for line in log if line["event"] == "step"] == [False] * 3 + [True] * 3
     assert set(result["scores"]) == {"two_digit", "three_digit", "direct", "talk"}
     source = export.export(export.load_pieces(args.out), folder, tmp_path / "checkpoint")
     assert export.largest_difference(tmp_path / "checkpoint", source) == 0
