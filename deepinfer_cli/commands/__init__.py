@@ -22,5 +22,6 @@ class Verb(NamedTuple):
 VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
     Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
+    Verb("fetch-weights", "deepinfer_cli.commands.fetch_weights", "Fetch a checkpoint, resumable and hash-checked."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
 )
