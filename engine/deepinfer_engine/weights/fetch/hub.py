@@ -215,7 +215,7 @@ class Hub:
             return Transient("the hub asks for fewer requests (429)", wait_s=_retry_after(response))
         if status == 408 or status >= 500:
             return Transient(f"the server failed ({status})", wait_s=_retry_after(response))
-        if response.url.host != self.host:
+        if response.url.netloc != httpx2.URL(self.endpoint).netloc:
             # signed addresses of storage hosts expire; the next attempt asks the hub for a new one
             return Transient(f"the storage host refused ({status})")
         page = f"{self.endpoint}/{self.repo}"

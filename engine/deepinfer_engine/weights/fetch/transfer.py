@@ -217,6 +217,6 @@ def disk_error(exc: OSError, path: str, dest: Path) -> DeepInferError:
     """What a failed write means to the operator."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return CapacityError(f"{path}: no room left on the disk of {dest}: {shutil.disk_usage(dest).free} bytes",
-                             hint="free some space and run the same command again: what is fetched is kept")  # fmt: skip
+                             hint="free some space and run the same command again; it continues")  # fmt: skip
     return NotReadyError(f"{path}: cannot be written below {dest}: {exc.strerror}",
                          hint="check the disk and the permissions of --dest")  # fmt: skip
