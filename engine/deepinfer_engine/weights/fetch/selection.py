@@ -17,8 +17,8 @@ from typing import Any, get_args
 
 from deepinfer_engine.config.model_v4 import AnyConfig
 from deepinfer_engine.config.strict_json import printable
-from deepinfer_engine.errors import CheckpointError, UsageError
-from deepinfer_engine.weights.plan import tensor_families, tensor_plan
+from deepinfer_engine.errors import ArtefactError, CheckpointError, UsageError
+from deepinfer_engine.weights.plan import MAX_TENSORS, tensor_families
 from deepinfer_engine.weights.tensor_spec import Group
 
 GROUPS: tuple[Group, ...] = get_args(Group)
@@ -92,21 +92,27 @@ def shard_shares(
 
     Raises ``CheckpointError`` when the index lacks a needed tensor or names one that the config does not imply.
     """
-    plan = tensor_plan(config)
-    problems = [f"unexpected tensor {printable(n)} in {printable(f)}" for n, f in weight_map.items() if n not in plan]
     need: Counter[str] = Counter()
     groups: dict[str, set[str]] = {file: set() for file in weight_map.values()}
-    present = {plan[name].group for name in weight_map if name in plan}
+    planned: set[str] = set()
+    present: set[str] = set()
+    missing: list[tuple[str, str]] = []
     for name, group, nbytes, mine in _tensors(config, selection):
-        file = weight_map.get(name)
+        planned.add(name)
         wanted = mine and (selection.groups is None or group in selection.groups)
+        file = weight_map.get(name)
         if file is not None:
+            present.add(group)
             groups[file].add(group)
             if wanted:
                 need[file] += nbytes
-        elif wanted and (selection.groups is not None or group == "backbone" or group in present):
-            # a group that is wholly absent and was not asked for by name is a checkpoint without it
-            problems.append(f"missing tensor {name} ({group})")
+        elif wanted:
+            missing.append((name, group))
+    problems = [f"unexpected tensor {printable(n)} in {printable(f)}" for n, f in weight_map.items()
+                if n not in planned]  # fmt: skip
+    # a group that is wholly absent and was not asked for by name is a checkpoint without it
+    required = set(selection.groups) if selection.groups is not None else {"backbone", *present}
+    problems += [f"missing tensor {name} ({group})" for name, group in missing if group in required]
     if problems:
         raise CheckpointError(where, problems, hint="this index does not belong to this config")
     return {file: Share(tuple(g for g in GROUPS if g in groups[file]), need[file]) for file in groups}
@@ -114,9 +120,14 @@ def shard_shares(
 
 def _tensors(config: AnyConfig, selection: Selection) -> Iterator[tuple[str, str, int, bool]]:
     """Name, group, bytes and whether the selected rank holds it, for every tensor of the plan."""
-    for family in tensor_families(config):
+    families = tensor_families(config)
+    total = sum(f.tensors for f in families)
+    if total > MAX_TENSORS:
+        raise ArtefactError(f"the config implies {total} tensors, more than {MAX_TENSORS} is no model of this family")
+    for family in families:
+        specs = [(spec.name.split("{e}"), spec.group, spec.nbytes) for spec in family.specs]
         for e in range(family.count):
-            for spec in family.specs:
-                routed = "{e}" in spec.name
-                mine = not routed or selection.ep is None or owner(e, family.count, selection.ep) == selection.rank
-                yield spec.name.replace("{e}", str(e)) if routed else spec.name, spec.group, spec.nbytes, mine
+            own = selection.ep is None or owner(e, family.count, selection.ep) == selection.rank
+            for parts, group, nbytes in specs:
+                routed = len(parts) > 1
+                yield str(e).join(parts), group, nbytes, own or not routed
