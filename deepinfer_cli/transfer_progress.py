@@ -54,6 +54,7 @@ class Lines:
         self._expected: dict[Activity, int] = {"fetch": 0, "check": 0}
         self._done: dict[Activity, int] = {"fetch": 0, "check": 0}
         self._active: dict[str, tuple[Activity, int, float]] = {}
+        self._told: set[str] = set()
         self._past: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
@@ -81,7 +82,10 @@ class Lines:
     def end(self, activity: Activity, path: str) -> None:
         with self._lock:
             _, nbytes, since = self._active.pop(path)
-        self.note(f"{path}: {_DONE[activity]} {size_text(nbytes)} in {time.monotonic() - since:.1f} s")
+            told = path in self._told
+            self._told.add(path)
+        if not told:  # the check of a file that was just fetched needs no line of its own
+            self.note(f"{path}: {_DONE[activity]} {size_text(nbytes)} in {time.monotonic() - since:.1f} s")
 
     def note(self, text: str) -> None:
         render.note(text, quiet=self._quiet)

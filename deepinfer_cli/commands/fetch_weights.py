@@ -146,7 +146,7 @@ def _table(plan: FetchPlan) -> str:
     by_rank = plan.selection.ep is not None
     columns = ["file", "groups", "state", "bytes", "fetch_bytes", *(["rank_bytes"] if by_rank else [])]
     rows: list[list[render.Cell]] = [
-        [i.file.path, ",".join(i.groups) or None, i.state, i.file.size, i.fetch_bytes,
+        [i.file.path, ",".join(i.groups) or "-", i.state, i.file.size, i.fetch_bytes,
          *([i.needed_bytes] if by_rank else [])]
         for i in plan.items
     ]  # fmt: skip

@@ -511,6 +511,19 @@ def test_new_commit_replaces_what_changed_and_only_that(hub, dest):
     assert any("main is now f00d" in n for n in seen.notes)
 
 
+def test_copied_destination_is_known_again_though_its_times_changed(hub, dest):
+    """Without its times the old content of a changed file is still ours: hashed, known, replaced."""
+    fetch(dest)
+    for path in on_disk(dest):
+        os.utime(dest / path, ns=(1, 1))
+    hub.files[B] = content(90 * KIB, 3)
+    hub.revisions["main"] = "f00d" + "0" * 36
+    hub.sent.clear()
+    fetch(dest)
+    assert on_disk(dest) == hub.files
+    assert dict(hub.sent) == {B: 90 * KIB}
+
+
 def test_other_repository_in_the_same_directory_is_refused(hub, dest):
     fetch(dest)
     with pytest.raises(UsageError, match="holds org/model, not org/other"):

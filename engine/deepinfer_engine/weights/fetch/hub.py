@@ -29,7 +29,7 @@ from deepinfer_engine.errors import ArtefactError, DeepInferError, NotReadyError
 from deepinfer_engine.weights.fetch.files import RemoteFile, check_listing, hash_bytes
 
 #: A listing or a metadata file larger than this is none; the released index has 7 MB.
-_MAX_BODY_BYTES = 128 * 1024 * 1024
+MAX_BODY_BYTES = 128 * 1024 * 1024
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -133,8 +133,6 @@ class Hub:
 
     def small(self, commit: str, file: RemoteFile) -> bytes:
         """The content of a metadata file, checked against its hash."""
-        if file.size > _MAX_BODY_BYTES:
-            raise ArtefactError(f"{file.path}: {file.size} bytes, a metadata file has at most {_MAX_BODY_BYTES}")
 
         def read() -> bytes:
             with self.range(commit, file, 0, file.size) as response:
@@ -195,7 +193,7 @@ class Hub:
 
         def read() -> tuple[Any, str | None]:
             with self._open(url, self._headers, self._short, what) as response:
-                body = _body(response, _MAX_BODY_BYTES, self.limits)
+                body = _body(response, MAX_BODY_BYTES, self.limits)
                 return parse_json(body), response.links.get("next", {}).get("url")
 
         try:
