@@ -110,7 +110,7 @@ class Lines:
                          f"{size_text(speed)}/s, ETA {eta}")  # fmt: skip
         if to_check:
             parts.append(f"checked {size_text(checked)} of {size_text(to_check)}")
-        return "; ".join([*parts, f"{files} files open"])
+        return "; ".join([*parts, f"{files} file{'' if files == 1 else 's'} open"])
 
 
 class Bars:

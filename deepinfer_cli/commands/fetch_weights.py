@@ -35,7 +35,9 @@ def command(
         str | None,
         typer.Option("--groups", metavar="NAMES", help="Only these of backbone,draft,engram,vision."),
     ] = None,
-    ep: Annotated[int | None, typer.Option("--ep", metavar="N", help="Only what one of N ranks needs.")] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", metavar="N", help="Only what one of N ranks needs, without replicas.")
+    ] = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="That rank, from 0; goes with --ep.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the table and check the space; write nothing.")

@@ -257,11 +257,11 @@ def test_summary_line_tells_amount_speed_and_time_left():
     lines.expect("fetch", 510_286_023_000)
     lines.begin("fetch", A, 7_389_500_888, 0)
     lines.advance("fetch", A, 12_000_000_000)
-    assert lines.summary(110.0) == "fetched 12.0 GB of 510 GB (2 %), 1.20 GB/s, ETA 6 min 55 s; 1 files open"
+    assert lines.summary(110.0) == "fetched 12.0 GB of 510 GB (2 %), 1.20 GB/s, ETA 6 min 55 s; 1 file open"
     lines.expect("check", 7_000_000_000)
     lines.advance("check", A, 3_500_000_000)
     assert lines.summary(120.0) == (
-        "fetched 12.0 GB of 510 GB (2 %), 600 MB/s, ETA 13 min 50 s; checked 3.50 GB of 7.00 GB; 1 files open"
+        "fetched 12.0 GB of 510 GB (2 %), 600 MB/s, ETA 13 min 50 s; checked 3.50 GB of 7.00 GB; 1 file open"
     )
 
 

@@ -28,7 +28,7 @@ from deepinfer_engine.errors import (
     UsageError,
 )
 from deepinfer_engine.weights.fetch import job as job_module
-from deepinfer_engine.weights.fetch import partial, transfer
+from deepinfer_engine.weights.fetch import lock, partial, transfer
 from deepinfer_engine.weights.fetch.files import Content, RemoteFile
 from deepinfer_engine.weights.fetch.hub import Limits
 from deepinfer_engine.weights.fetch.job import Job
@@ -471,6 +471,27 @@ def test_links_in_the_state_folder_are_refused(hub, dest, tmp_path):
     shutil.rmtree(dest / ".fetch")
     (dest / ".fetch").symlink_to(tmp_path)
     with pytest.raises(ArtefactError, match="symbolic link"):
+        fetch(dest)
+
+
+def test_state_folder_that_is_a_file_is_exit_3(hub, dest):
+    dest.mkdir(parents=True)
+    (dest / ".fetch").write_text("")
+    with pytest.raises(NotReadyError, match=r"\.fetch"):
+        fetch(dest)
+    with pytest.raises(NotReadyError, match="cannot be created"), destination_lock(dest, wait=False, note=print):
+        pass
+
+
+def test_destination_that_is_a_file_or_cannot_be_locked(hub, dest, monkeypatch):
+    with pytest.raises(UsageError, match="not a directory"):
+        fetch(Path(__file__))
+
+    def flock(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with pytest.raises(NotReadyError, match="cannot lock it: No locks available"):
         fetch(dest)
 
 

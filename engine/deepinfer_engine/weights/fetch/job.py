@@ -106,6 +106,13 @@ class Job:
         """
         if self._dest.exists() and not self._dest.is_dir():
             raise UsageError(f"{self._dest}: not a directory", hint="give a directory to --dest")
+        try:
+            return self._survey()
+        except OSError as exc:
+            raise NotReadyError(f"{exc.filename}: cannot be read: {exc.strerror}",
+                                hint="check the permissions of --dest, or choose another") from None  # fmt: skip
+
+    def _survey(self) -> FetchPlan:
         old = load_manifest(self._dest)
         if old is not None and old.repo != self._hub.repo:
             raise UsageError(f"{self._dest} holds {printable(old.repo)}, not {self._hub.repo}",
@@ -237,8 +244,6 @@ class Job:
             status = path.stat()
         except FileNotFoundError:
             return "partial" if kept else "missing"
-        except OSError as exc:
-            raise NotReadyError(f"{path}: cannot be looked at: {exc.strerror}", hint="check its permissions") from None
         if not stat.S_ISREG(status.st_mode):
             raise ArtefactError(f"{path}: not a regular file", hint="remove it, or choose another --dest")
         stamp = self._manifest_now().stamps.get(file.path)

@@ -42,13 +42,13 @@ def destination_lock(dest: Path, *, wait: bool, note: Callable[[str], None]) -> 
     except OSError as exc:
         raise NotReadyError(f"{path}: cannot be opened: {exc.strerror}", hint="choose another --dest") from None
     try:
-        if not _taken(handle):
+        if not _taken(handle, path):
             holder = _holder(handle)
             if not wait:
                 raise NotReadyError(f"{dest} is being fetched by {holder}",
                                     hint="wait for it, or leave out --no-wait")  # fmt: skip
             note(f"{dest} is being fetched by {holder}; waiting for it to end")
-            while not _taken(handle):
+            while not _taken(handle, path):
                 time.sleep(_POLL_S)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started})
@@ -59,11 +59,14 @@ def destination_lock(dest: Path, *, wait: bool, note: Callable[[str], None]) -> 
         os.close(handle)  # closing releases the lock
 
 
-def _taken(handle: int) -> bool:
+def _taken(handle: int, path: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as exc:
+        raise NotReadyError(f"{path}: the file system cannot lock it: {exc.strerror}",
+                            hint="choose a --dest on a local disk, or mount with locks") from None  # fmt: skip
     return True
 
 
