@@ -20,8 +20,9 @@ from deepinfer_engine.weights.fetch import partial
 from deepinfer_engine.weights.fetch.files import RemoteFile, check_listing, escape
 from deepinfer_engine.weights.fetch.job import Job
 from deepinfer_engine.weights.fetch.lock import destination_lock
-from deepinfer_engine.weights.fetch.selection import Selection, owner, shard_shares
+from deepinfer_engine.weights.fetch.selection import Selection, shard_shares
 from deepinfer_engine.weights.plan import tensor_plan
+from deepinfer_engine.weights.read_plan import owned_experts
 from tests.stub_hub import REPO, StubHub
 
 RAW = json.loads((Path(__file__).resolve().parents[2] / "vectors" / "v41-flash-config.json").read_text())
@@ -65,7 +66,7 @@ def needed(raw: dict, weight_map: dict[str, str], **selection) -> dict[str, int]
 def test_owner_is_the_floor_of_the_real_quotient_and_shares_are_even(experts, ranks):
     from fractions import Fraction
 
-    owners = [owner(e, experts, ranks) for e in range(experts)]
+    owners = [r for r in range(ranks) for _ in owned_experts(experts, ranks, r)]
     assert owners == [int(Fraction(e) / Fraction(experts, ranks)) for e in range(experts)]
     sizes = [owners.count(r) for r in range(ranks)]
     assert max(sizes) - min(sizes) <= 1

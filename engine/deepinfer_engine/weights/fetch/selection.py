@@ -19,6 +19,7 @@ from deepinfer_engine.config.model_v4 import AnyConfig
 from deepinfer_engine.config.strict_json import printable
 from deepinfer_engine.errors import ArtefactError, CheckpointError, UsageError
 from deepinfer_engine.weights.plan import MAX_TENSORS, tensor_families
+from deepinfer_engine.weights.read_plan import owned_experts
 from deepinfer_engine.weights.tensor_spec import Group
 
 GROUPS: tuple[Group, ...] = get_args(Group)
@@ -80,11 +81,6 @@ class Share:
     needed_bytes: int
 
 
-def owner(expert: int, experts: int, ranks: int) -> int:
-    """The rank that owns ``expert`` of a block with ``experts`` experts; shares differ by at most one expert."""
-    return expert * ranks // experts
-
-
 def shard_shares(
     config: AnyConfig, weight_map: Mapping[str, str], selection: Selection, where: str
 ) -> dict[str, Share]:
@@ -126,8 +122,11 @@ def _tensors(config: AnyConfig, selection: Selection) -> Iterator[tuple[str, str
         raise ArtefactError(f"the config implies {total} tensors, more than {MAX_TENSORS} is no model of this family")
     for family in families:
         specs = [(spec.name.split("{e}"), spec.group, spec.nbytes) for spec in family.specs]
+        mine = range(family.count)
+        if selection.ep is not None and selection.rank is not None:
+            mine = owned_experts(family.count, selection.ep, selection.rank)
         for e in range(family.count):
-            own = selection.ep is None or owner(e, family.count, selection.ep) == selection.rank
+            own = e in mine
             for parts, group, nbytes in specs:
                 routed = len(parts) > 1
                 yield str(e).join(parts), group, nbytes, own or not routed
