@@ -86,6 +86,7 @@ class Sampler:
             top=max((p.top_logprobs for p in params), default=0),
         )
 
+    @torch.inference_mode()
     def draw(self, logits: Tensor, inputs: DrawInputs) -> Draws:
         """One id per row of logits f32 [B, V]. Waits for nothing."""
         finite = torch.isfinite(logits).all(-1)
