@@ -327,8 +327,17 @@ def load_model(
 def _resolve_ops(profile: Profile) -> Ops:
     backends = dict(profile.kernels.overrides)
     try:
-        return resolve(profile.numerics.mode, profile.hardware.platform, backends)
+        return resolve(
+            profile.numerics.mode,
+            profile.hardware.platform,
+            backends,
+            batch_invariant=profile.numerics.batch_invariant,
+        )
     except KernelError as exc:
+        if profile.numerics.batch_invariant:
+            raise NotReadyError(
+                f"numerics.batch_invariant: {exc}", hint="numerics.mode float and fast have invariant operations"
+            ) from None
         raise NotReadyError(str(exc), hint="deepinfer doctor shows what each operation needs") from None
     except KeyError as exc:
         raise UsageError(f"kernels.overrides: {exc.args[0]}") from None
