@@ -17,21 +17,18 @@ from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.config.schema import Profile
-from deepinfer_engine.dist.mesh import LocalMesh, Placement
 from deepinfer_engine.errors import NotReadyError, UsageError
 from deepinfer_engine.launch import prepare
-from deepinfer_engine.model.ced import CedModel
-from deepinfer_engine.model.engram import MemoryEngramSource
-from deepinfer_engine.model.weights import load_weights
+from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
 from deepinfer_engine.runtime.runner import Flight, Runner
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
 from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed
 from deepinfer_engine.sched.scheduler import Drawn, Limits, Scheduler
-from deepinfer_engine.tokens.classes import check_classes
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, TokenLogprob, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_engine.weights.reader import ShardReport
 from deepinfer_kernels.registry import KernelError, Ops, resolve
 
 #: steps whose host times are kept
@@ -57,13 +54,20 @@ class Engine:
     """
 
     def __init__(
-        self, profile: Profile, checkpoint: Checkpoint, tokenizer: Tokenizer, runner: Runner, scheduler: Scheduler
+        self,
+        profile: Profile,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        scheduler: Scheduler,
+        shards: tuple[ShardReport, ...],
     ):
         self.profile = profile
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.runner = runner
         self.scheduler = scheduler
+        self.shards = shards
         self.overlap = profile.sched.overlap
         self.times = HostTimes()
         self.steps = 0
@@ -86,7 +90,7 @@ class Engine:
         """Validate and load a model under a profile (a name, a path or a loaded one) with ``sets`` overrides.
 
         ``model`` None is the embedded one. Without ``device`` the profile is fitted to this machine first, as
-        ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded layers.
+        ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
         (model, profile) in this order is understood too. Raises ``ProfileError`` (2), ``CheckpointError`` (4) or
         ``NotReadyError`` (3).
         """
@@ -103,7 +107,7 @@ class Engine:
         tokenizer = Tokenizer.from_dir(model)
         config = checkpoint.config
         ops = _resolve_ops(profile)
-        weights, mesh = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
+        loaded = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
         limits = _limits(profile, config)
         kv = KVState(
             KVLayout.of(config, records=ops.numerics.records),
@@ -113,7 +117,8 @@ class Engine:
             device=device,
         )
         lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
-        return cls(profile, checkpoint, tokenizer, Runner(weights, kv, ops, mesh, device, lane), Scheduler(limits))
+        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane)
+        return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits), loaded.shards)
 
     @property
     def config(self) -> ModelConfig:
@@ -292,36 +297,6 @@ def _check_ids(request: Request, config: ModelConfig) -> None:
         bad = [token for token in tokens if token > last]
         if bad:
             raise UsageError(f"request {request.id!r}: {name} names token {bad[0]}, the vocabulary is 0..{last}")
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    ops: Ops,
-    profile: Profile,
-    *,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[CedModel, LocalMesh]:
-    """The text model of a checkpoint and the mesh its experts live on."""
-    config = checkpoint.config
-    placement = Placement.static(
-        config.num_hidden_layers,
-        config.n_routed_experts,
-        ranks=profile.parallel.ep,
-        redundant_per_rank=profile.parallel.redundant_experts_per_rank,
-    )
-    weights = load_weights(checkpoint, ops, placement, device=device, progress=progress)
-    sources = {
-        layer: MemoryEngramSource(
-            checkpoint.tensor(f"layers.{layer}.engram.embed.weight").to(device),
-            checkpoint.tensor(f"layers.{layer}.engram.embed.scale").to(device),
-            ops,
-        )
-        for layer in config.engram_layer_ids
-    }
-    model = CedModel(config, weights, sources, check_classes(config, tokenizer), device)
-    return model, LocalMesh(placement, config.n_routed_experts, device)
 
 
 def _resolve_ops(profile: Profile) -> Ops:

@@ -17,6 +17,7 @@ Bits may change with the machine, the torch release and the number of threads; n
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ def _rows_for(width: int) -> int:
     return rows
 
 
-def tiled(fn: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor, rows: int = ROWS):
+def tiled(fn: Callable[..., Any], *inputs: Tensor, rows: int = ROWS) -> Any:
     """``fn`` over tiles of exactly ``rows`` rows of all ``inputs`` [T, ...], zeros behind the last; results joined."""
     total = inputs[0].shape[0]
     if total == 0:
@@ -183,7 +184,7 @@ def attend(num: Numerics, q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, s
         keys, mask = F.pad(keys, (0, 0, 0, pad or KEYS)), F.pad(mask, (0, pad or KEYS))
     N = q.shape[1]
     rows = _rows_for(N * KEYS) if N * _rows_for(N * KEYS) % 32 == 0 else ROWS
-    return tiled(lambda *t: num.round(_attend_tile(*t, sink, scale)), q, keys, mask, rows=rows)
+    return tiled(lambda a, k, m: num.round(_attend_tile(a, k, m, sink, scale)), q, keys, mask, rows=rows)
 
 
 def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -218,7 +219,7 @@ def pool_pairs(num: Numerics, first: tuple[Tensor, Tensor], second: tuple[Tensor
 
 def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     """As the reference, on tiles of 32 queries and 64 entries."""
-    B, C, N, Di = iq.shape
+    B, C = iq.shape[:2]
     n = keys.shape[1]
     wide = F.pad(keys, (0, 0, 0, -n % KEYS))
     row = torch.arange(B, device=iq.device).repeat_interleave(C)

@@ -91,7 +91,8 @@ def resolve(
 ) -> Ops:
     """Choose an implementation of every operation for one numerics mode and platform.
 
-    ``backends`` forces op → backend. ``batch_invariant`` admits only implementations that are. Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
+    ``backends`` forces op → backend. ``batch_invariant`` admits only implementations that are. Raises
+    ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
     """
     forced = dict(backends or {})
     unknown = set(forced) - set(OPS)
@@ -117,9 +118,7 @@ def resolve(
     return Ops(NUMERICS[mode], platform, chosen)
 
 
-def why_not(
-    implementation: Implementation, mode: str, platform: str, *, batch_invariant: bool = False
-) -> str | None:
+def why_not(implementation: Implementation, mode: str, platform: str, *, batch_invariant: bool = False) -> str | None:
     """The reason an implementation cannot serve, in one sentence; None when it can."""
     if batch_invariant and not implementation.batch_invariant:
         return "its result may depend on the batch"

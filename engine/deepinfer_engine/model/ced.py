@@ -71,6 +71,8 @@ class CedModel:
         """Geometry of a step, and the hash ids of every Engram layer (they depend on token ids alone)."""
         step = Step(self.frequencies, batch, kv, ops, mesh, probe)
         step.engram_ids = self.hasher.ids(ops, batch.lag_ids_TN)
+        for layer, ids in step.engram_ids.items():
+            self.sources[layer].prefetch(ids)
         if self.config.image_token_id is not None:
             step.image = batch.ids_T == self.config.image_token_id
         return step
@@ -91,6 +93,7 @@ class CedModel:
             source = self.sources[plan.layer]
             ids = step.engram_ids[plan.layer]
             X, gate = inject(ops, X, ids, step.image, source, layer.engram, c.rms_norm_eps)
+            step.probe("engram_ids", plan.layer, ids)
             step.probe("engram_gate", plan.layer, gate)
             step.probe("x_engram", plan.layer, X)
         x = ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps)

@@ -52,6 +52,7 @@ def publish_selection(
             # padded queries repeat the row's last token, so writing them again writes the same values
             selected[group.tokens.flatten()] = flat
     step.selected = selected
+    step.probe("selected", plan.layer, selected)
 
 
 def _score(

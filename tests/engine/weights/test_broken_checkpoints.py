@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from deepinfer_engine.errors import DeepInferError
 from deepinfer_engine.weights.checkpoint import Checkpoint
 

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import pytest
+
 from deepinfer_engine.config.model import load_model_config, parse_model_config
 from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.weights.header import scan_header

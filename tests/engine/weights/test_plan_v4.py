@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.model_v4 import V4Config, load_any_config, parse_any_config, require_v41
 from deepinfer_engine.errors import ArtefactError, CheckpointError

@@ -1,0 +1,1 @@
+"""Is this machine ready? Checks of accelerator, libraries, tools, kernels, storage, network and Python packages."""

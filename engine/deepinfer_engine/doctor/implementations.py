@@ -1,0 +1,70 @@
+"""Which implementation computes each operation here, why a preferred one does not, and where compiled ones are kept."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepinfer_engine.doctor.finding import Finding, failed, passed, warned
+from deepinfer_engine.doctor.system import System
+
+if TYPE_CHECKING:
+    from deepinfer_engine.config.schema import Profile
+
+#: Compiled kernels of all shapes of one profile stay below this.
+_CACHE_BYTES = 2 * 2**30
+
+
+def check_implementations(profile: Profile | None, platform: str) -> Sequence[Finding]:
+    """Resolve every operation as a run here would, and list choices and passed-over candidates."""
+    from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
+
+    mode = profile.numerics.mode if profile is not None else "fast"
+    forced = dict(profile.kernels.overrides) if profile is not None else {}
+    asked = {op: backend for op, backend in forced.items() if backend != "auto"}
+    try:
+        chosen = resolve(mode, platform, asked).chosen
+    except KernelError as exc:
+        fix = "use the platform the kernels are for, or drop the override of that operation"
+        return [failed("operations", str(exc), fix)]
+    except KeyError as exc:
+        return [failed("operations", f"kernels.overrides: {exc.args[0]}", "correct the name of the operation")]
+    by_backend: dict[str, list[str]] = defaultdict(list)
+    for op, implementation in chosen.items():
+        by_backend[implementation.backend].append(op)
+    counts = ", ".join(f"{len(ops)} {backend}" for backend, ops in sorted(by_backend.items()))
+    lines = [f"{backend}: {', '.join(ops)}" for backend, ops in sorted(by_backend.items())]
+    for op, implementation in chosen.items():
+        for candidate in IMPLEMENTATIONS[op]:
+            if candidate is implementation:
+                break
+            if op not in asked:
+                lines.append(f"{op}: not {candidate.backend}, {why_not(candidate, mode, platform)}")
+    return [passed("operations", f"{len(chosen)} on {platform} in {mode} numerics: {counts}", lines)]
+
+
+def cache_folder(system: System, profile: Profile | None) -> Path:
+    """The folder of compiled kernels: the profile's, or ``deepinfer/kernels`` in the user's cache folder."""
+    if profile is not None and profile.kernels.cache_dir is not None:
+        return Path(profile.kernels.cache_dir)
+    home = system.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "deepinfer" / "kernels"
+
+
+def check_cache(system: System, profile: Profile | None) -> Sequence[Finding]:
+    """Whether compiled kernels can be kept: the nearest existing folder is writable and has room."""
+    folder = cache_folder(system, profile)
+    fix = "set kernels.cache_dir to a writable folder on a local disk"
+    place = next(p for p in (folder, *folder.parents) if p.exists())
+    if not place.is_dir():
+        return [failed("kernel cache", f"{place} is not a folder", fix)]
+    if not os.access(place, os.W_OK | os.X_OK):
+        return [failed("kernel cache", f"{place} is not writable, {folder} cannot be kept", fix)]
+    usage = system.disk(folder)
+    if usage is not None and usage.free < _CACHE_BYTES:
+        return [warned("kernel cache", f"{folder}: {usage.free / 2**30:.1f} GiB free", "free 2 GiB there, or " + fix)]
+    entries = sum(1 for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else 0
+    return [passed("kernel cache", f"{folder}: {entries} files" if entries else f"{folder}: empty")]

@@ -1,0 +1,115 @@
+"""Disk, memory, shared memory, and the weights: is there room, and is what is there what it says it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepinfer_engine.doctor.finding import Finding, failed, passed, warned
+from deepinfer_engine.doctor.system import System
+
+if TYPE_CHECKING:
+    from deepinfer_engine.config.schema import Profile
+
+_GIB = 2**30
+#: Published size of the V4.1-Flash release on the hub, all files.
+_RELEASE_BYTES = 510_313_353_565
+#: NCCL needs about 10 MiB per peer in one host, data loaders and rings of ranks more; Docker's default is 64 MiB.
+_SHM_BYTES = _GIB
+#: A mapped checkpoint of 88 files, sockets of 64 ranks and logs stay well below this.
+_OPEN_FILES = 4096
+
+
+def check_disk(system: System) -> Sequence[Finding]:
+    """Room for the released checkpoint in the hub's cache folder; too little only matters to who fetches it."""
+    home = system.environ.get("HF_HOME")
+    folder = (
+        Path(home) if home else Path(system.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    )
+    usage = system.disk(folder)
+    if usage is None:
+        return [warned("disk", f"{folder}: its file system cannot be read", "set HF_HOME to a folder on a local disk")]
+    found = f"{folder}: {usage.free / _GIB:,.0f} of {usage.total / _GIB:,.0f} GiB free"
+    if usage.free < _RELEASE_BYTES:
+        fix = f"the released weights need {_RELEASE_BYTES / _GIB:.0f} GiB: set HF_HOME, or fetch with --dest FOLDER"
+        return [warned("disk", found, fix)]
+    return [passed("disk", found)]
+
+
+def check_memory(system: System, profile: Profile | None) -> Sequence[Finding]:
+    """Host memory and limits: RAM, the control group's share, open files, locked pages."""
+    text = system.read("/proc/meminfo") or ""
+    sizes = {m[1]: int(m[2]) * 1024 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    total, free = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    if not total:
+        return [warned("host memory", "/proc/meminfo cannot be read", "check host memory by hand")]
+    limit = (system.read("/sys/fs/cgroup/memory.max") or "max").strip()
+    found = f"{total / _GIB:.0f} GiB, {free / _GIB:.0f} GiB available"
+    if limit.isdigit() and int(limit) < total:
+        found += f", this container may use {int(limit) / _GIB:.0f} GiB"
+        total = int(limit)
+    need = 0.0
+    if profile is not None:
+        nodes = max(profile.hardware.gpus_per_node, 1)
+        need = (profile.cache.host_gib_per_rank + profile.cache.swa_pool_gib_per_rank) * nodes
+    findings = []
+    if need * _GIB > total:
+        fix = "lower cache.host_gib_per_rank and cache.swa_pool_gib_per_rank"
+        findings.append(failed("host memory", f"{found}; the profile's host tiers need {need:g} GiB per host", fix))
+    else:
+        findings.append(passed("host memory", found))
+    return [*findings, _open_files(system)]
+
+
+def _open_files(system: System) -> Finding:
+    match = re.search(r"^Max open files\s+(\d+|unlimited)", system.read("/proc/self/limits") or "", re.MULTILINE)
+    if match is None:
+        return warned("open files", "the limit cannot be read", f"make sure it is {_OPEN_FILES} or more: ulimit -n")
+    if match[1] != "unlimited" and int(match[1]) < _OPEN_FILES:
+        return warned("open files", f"limit {match[1]}", f"ulimit -n {_OPEN_FILES}")
+    return passed("open files", f"limit {match[1]}")
+
+
+def check_shared_memory(system: System, profile: Profile | None) -> Sequence[Finding]:
+    """Size of /dev/shm; several ranks in one host exchange through it."""
+    place = system.path("/dev/shm")
+    usage = system.disk(place) if place.is_dir() else None
+    ranks = 1 if profile is None else min(profile.parallel.ep, max(profile.hardware.gpus_per_node, 1))
+    if usage is None:
+        return [warned("shared memory", "/dev/shm is absent", "mount it: docker run --shm-size 16g, or a tmpfs there")]
+    found = f"/dev/shm: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    if usage.free < _SHM_BYTES:
+        fix = "docker run --shm-size 16g, or mount -o remount,size=16G /dev/shm"
+        report = failed if ranks > 1 else warned
+        return [report("shared memory", f"{found}, {ranks} ranks of a host need 1 GiB" if ranks > 1 else found, fix)]
+    return [passed("shared memory", found)]
+
+
+def check_weights(model: Path | None) -> Sequence[Finding]:
+    """Config, index and every shard header of a model: the given one, or the embedded one."""
+    from deepinfer_engine.config.resources import model_dir
+    from deepinfer_engine.errors import ArtefactError, NotReadyError
+    from deepinfer_engine.weights.checkpoint import Checkpoint
+
+    name = "weights" if model is not None else "embedded model"
+    try:
+        folder = model if model is not None else model_dir("nano")
+    except NotReadyError as exc:
+        return [warned(name, exc.message, exc.hint or "give --model DIR")]
+    try:
+        checkpoint = Checkpoint.open(folder)
+    except ArtefactError as exc:
+        return [
+            failed(name, exc.message.splitlines()[0], exc.hint or "fetch the files again", exc.message.splitlines()[1:])
+        ]
+    total = sum(h.file_bytes for h in checkpoint.headers.values())
+    groups = ", ".join(sorted(checkpoint.groups_present))
+    size = f"{total / _GIB:.1f} GiB" if total > _GIB else f"{total / 2**20:.1f} MiB"
+    found = f"{len(checkpoint.headers)} files, {size}: {groups}"
+    if total < _GIB:  # sampling the payloads of a large checkpoint takes minutes on a network mount
+        found += f"; digest {checkpoint.digest[:12]}"
+    if checkpoint.warnings:
+        return [warned(name, found, "look at the listed files", checkpoint.warnings)]
+    return [passed(name, found)]

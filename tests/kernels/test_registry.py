@@ -1,0 +1,52 @@
+"""The registry: complete, explicit, never a silent fallback."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from deepinfer_kernels.ops import OPS
+from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
+
+DIMS = dict.fromkeys([*"TBCHNDKESVMInG", "Dr", "Di", "out", "in", "active", "columns", "width"], 4)
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_operation_has_a_reference_and_a_cost(name):
+    spec = OPS[name]
+    assert any(i.backend == "reference" for i in IMPLEMENTATIONS[name])
+    assert spec.bytes(DIMS) > 0 and spec.flops(DIMS) >= 0
+    assert spec.summary and spec.inputs
+    signatures = {tuple(inspect.signature(i.fn).parameters) for i in IMPLEMENTATIONS[name]}
+    assert len(signatures) == 1, "all implementations of an operation share one signature"
+
+
+@pytest.mark.parametrize("mode", sorted(NUMERICS))
+def test_every_operation_resolves_for_every_numerics_on_cpu(mode):
+    ops = resolve(mode, "cpu")
+    assert set(ops.chosen) == set(OPS)
+    assert ops.numerics.mode == mode
+
+
+def test_a_forced_backend_that_cannot_serve_is_refused_with_the_reason():
+    with pytest.raises(KernelError, match="honours fast numerics, not reference"):
+        resolve("reference", "cpu", {"moe_experts": "torch"})
+    with pytest.raises(KernelError, match="no backend 'triton'"):
+        resolve("fast", "cpu", {"rms_norm": "triton"})
+    with pytest.raises(KeyError, match="unknown operations"):
+        resolve("fast", "cpu", {"rms_nrom": "reference"})
+    with pytest.raises(KernelError, match="not on ascend950"):
+        resolve("fast", "ascend950")
+
+
+def test_an_unknown_operation_names_the_known_ones():
+    with pytest.raises(AttributeError, match="rms_norm"):
+        _ = resolve("fast", "cpu").rms_nrom
+
+
+def test_reasons_are_sentences():
+    grouped = next(i for i in IMPLEMENTATIONS["moe_experts"] if i.backend == "torch")
+    assert why_not(grouped, "fast", "cpu") is None
+    assert "runs on" in (why_not(grouped, "fast", "ascend950") or "")
