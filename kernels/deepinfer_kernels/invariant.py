@@ -58,7 +58,7 @@ def tiled(fn: Callable[..., Any], *inputs: Tensor, rows: int = ROWS) -> Any:
         tile = [x[start : start + rows] for x in inputs]
         short = rows - tile[0].shape[0]
         if short:
-            tile = [torch.cat((x, x.new_zeros((short, *x.shape[1:])))) for x in tile]
+            tile = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, short)) for x in tile]
         parts.append(fn(*tile))
     if isinstance(parts[0], tuple):
         return tuple(torch.cat(column)[:total] for column in zip(*parts, strict=True))
@@ -152,18 +152,25 @@ def _swiglu(num: Numerics, gate: Tensor, up: Tensor, limit: float, weight: Tenso
 
 def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float) -> Tensor:
     """As the reference, with tiles of rows inside each slot. Reads the counts on the host."""
-    out = torch.empty_like(rows)
+    source: list[int] = []  # row of each padded row; padding repeats a row and is dropped at the end
+    slots: list[int] = []  # slot of each tile
     start = 0
     for slot, count in enumerate(counts.tolist()):
-        if count == 0:
-            continue
-        part = slice(start, start + count)
-        g = num.round(_matmul(rows[part], bank.w1.dense[slot]))
-        u = num.round(_matmul(rows[part], bank.w3.dense[slot]))
-        a = _swiglu(num, g, u, limit, weight[part])
-        out[part] = num.round(_matmul(a, bank.w2.dense[slot]))
+        tiles = -(-count // ROWS)
+        source += range(start, start + count)
+        source += [start] * (tiles * ROWS - count)
+        slots += [slot] * tiles
         start += count
-    return out
+    index = torch.tensor(source, dtype=torch.int64, device=rows.device)
+    x = rows.index_select(0, index)
+
+    def product(x: Tensor, dense: Tensor) -> Tensor:
+        parts = [ref_linear.matmul(t, dense[slot]) for t, slot in zip(x.split(ROWS), slots, strict=True)]
+        return num.round(torch.cat(parts))
+
+    a = _swiglu(num, product(x, bank.w1.dense), product(x, bank.w3.dense), limit, weight.index_select(0, index))
+    # a repeated row is written with the same value again
+    return torch.empty_like(rows).index_copy_(0, index, product(a, bank.w2.dense))
 
 
 def shared_expert(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float) -> Tensor:
