@@ -173,10 +173,18 @@ def comparison_text(before: DeploymentPlan, after: DeploymentPlan) -> str:
     columns = ["re-formed", "before", "after", "change", "unit", "source"]
     title = f"{after.mesh.ranks} of {before.mesh.ranks} ranks are healthy"
     text = _section(title, columns, rows, right=[1, 2, 3])
-    return text + (
-        f"  a placement for {before.mesh.ranks} ranks does not apply: plan one for {after.mesh.ranks} from the last "
-        "statistics\n"
-    )
+    notes = [
+        f"{after.mesh.ranks} is the widest legal group: any width is, as long as its slots hold every expert",
+        f"a placement for {before.mesh.ranks} ranks does not apply: make one for {after.mesh.ranks} from the last "
+        "statistics",
+    ]
+    was, now = before.profile.hardware.gpus_per_node, after.profile.hardware.gpus_per_node
+    if was != now:
+        notes.append(
+            f"{after.mesh.ranks} GPUs fill no hosts of {was} evenly: the profile, and host memory with it, counts {now} "
+            "per host"
+        )
+    return text + "".join(f"  {note}\n" for note in notes)
 
 
 # -------------------------------------------------------------------- anchors

@@ -204,7 +204,8 @@ def _loaded(
     if context is not None:
         longest = tokens(context, "--context")
         sets.append(f"sched.max_context_tokens={longest}")
-        if 0 < base.cache.hbm_tokens_per_rank < longest:
+        asked = any(text.startswith("cache.hbm_tokens_per_rank=") for text in sets)
+        if 0 < base.cache.hbm_tokens_per_rank < longest and not asked:
             sets.append(f"cache.hbm_tokens_per_rank={-(-longest // 128) * 128}")
     return load_profile(profile, sets)
 
@@ -222,7 +223,7 @@ def _drafted(model, platform, gpus, hbm, role, context, rows, set_) -> LoadedPro
         raise UsageError(f"--role is {role!r}, expected prefill, decode or both")
     longest = tokens(context, "--context") if context else None
     hardware = Hardware(platform, gpus, hbm, role or "both")
-    return draft_profile(hardware, _find_model(model, platform), rows=rows, context=longest)
+    return draft_profile(hardware, _find_model(model, "accelerator"), rows=rows, context=longest)
 
 
 def _plan(
@@ -337,7 +338,7 @@ def _simulate(
     fleet: Fleet, trace: Trace, hit_rate: float | None, slo: Slo, search: bool, format: OutputFormat, out: Path | None
 ) -> None:
     from deepinfer_cli.plan_report import figure_objects, figures_text
-    from deepinfer_engine.sim.fleet import efficiency, report, simulate
+    from deepinfer_engine.sim.fleet import caveats, efficiency, report, simulate
     from deepinfer_engine.sim.trace import assumed_hits, describe, prefix_hits
 
     options.accept(format, *_ROWS, verb="plan --simulate")
@@ -353,7 +354,8 @@ def _simulate(
         figures += efficiency(fleet, trace, hits, slo).figures()
     about = describe(trace.requests)
     if format is OutputFormat.json:
-        content = {"trace": {"name": trace.name, **about}, "hits": origin, "figures": figure_objects(figures)}
+        content = {"trace": {"name": trace.name, **about}, "hits": origin, "figures": figure_objects(figures),
+                   "notes": list(caveats(fleet, trace))}  # fmt: skip
         render.deliver(render.json_text(render.document("plan-simulation", content)), out)
     elif format is OutputFormat.table:
         head = (
@@ -363,7 +365,9 @@ def _simulate(
             f"{fleet.decode.ranks} ranks\n"
             f"hits     {origin}\n\n"
         )
-        render.deliver(head + figures_text("simulated, step times fitted to vendor figures", figures), out)
+        notes = "\nnotes\n" + "".join(f"  {note}\n" for note in caveats(fleet, trace))
+        title = "simulated, step times fitted to vendor figures"
+        render.deliver(head + figures_text(title, figures) + notes, out)
     else:
         rows = [(f.name, f.value, f.unit, f.source, f.note) for f in figures]
         render.deliver(

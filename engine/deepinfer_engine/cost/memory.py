@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from deepinfer_engine.cache.layout import KVLayout
@@ -102,10 +103,16 @@ def expert_bytes(config: ModelConfig, weight_bytes: int = 0) -> int:
     return parameters * weight_bytes if weight_bytes else parameters // 2 + parameters // SCALE_GROUP
 
 
+@lru_cache(maxsize=64)  # the searches for what fits ask thousands of times
 def dense_bytes(config: ModelConfig, *, groups: tuple[Group, ...], weight_bytes: int = 0) -> int:
     """Everything of the groups that every rank holds: all but routed experts and n-gram tables."""
     families = [f for f in tensor_families(config) if f.specs[0].group in groups]
     return sum(_held(f, weight_bytes) for f in families if not _is_expert(f) and f.component != "engram tables")
+
+
+@lru_cache(maxsize=16)
+def _table_bytes(config: ModelConfig) -> int:
+    return sum(f.nbytes for f in tensor_families(config) if f.component == "engram tables")
 
 
 def _is_expert(family: Family) -> bool:
@@ -141,7 +148,7 @@ def _weights(config: ModelConfig, d: Deployment) -> list[Item]:
         draft = dense_bytes(c, groups=("draft",), weight_bytes=wide)
         draft += own * per_slot * c.num_nextn_predict_layers
         items.append(Item("draft blocks", "device", draft, "computed", f"{own} experts x {c.num_nextn_predict_layers}"))
-    tables = sum(f.nbytes for f in tensor_families(c) if f.component == "engram tables")
+    tables = _table_bytes(c)
     if d.engram == "device":
         items.append(Item("n-gram tables", "device", -(-tables // d.ranks), "computed", f"1/{d.ranks} of the rows"))
     else:
@@ -233,6 +240,15 @@ def max_rows(config: ModelConfig, d: Deployment, have_bytes: int, context: int, 
 def max_rows_beside_kv(config: ModelConfig, d: Deployment, have_bytes: int, *, limit: int = 65_536) -> int:
     """Most rows per rank (up to ``limit``) beside the configured block KV, which they share; 0 when not one fits."""
     return _largest(lambda rows: plan_memory(config, replace(d, rows=rows)).device_bytes <= have_bytes, limit)
+
+
+def max_chunk(config: ModelConfig, d: Deployment, have_bytes: int) -> int:
+    """Largest prompt chunk, up to the configured one and in whole blocks, that fits beside everything else."""
+
+    def fits(blocks: int) -> bool:
+        return plan_memory(config, replace(d, chunk=blocks * BLOCK_TOKENS)).device_bytes <= have_bytes
+
+    return _largest(fits, d.chunk // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def max_context(config: ModelConfig, d: Deployment, have_bytes: int, rows: int) -> int:

@@ -15,6 +15,7 @@ from deepinfer_engine.cost.memory import (
     GIB,
     Deployment,
     MemoryPlan,
+    max_chunk,
     max_context,
     max_kv_tokens,
     max_rows,
@@ -27,6 +28,8 @@ from deepinfer_engine.sim.prediction import predict
 
 #: Contexts of the fit table beside the profile's own: a chat, the edges of the length classes, the model's limit.
 _CONTEXTS = (8192, 16_384, 65_536, 262_144, 1_048_576)
+#: Beyond this many rows a step is long enough to hide its launches.
+_CAPTURED_ROWS = 256
 _WORD_BYTES = {"fast": 2, "reference": 4, "float": 4}
 
 
@@ -126,9 +129,9 @@ def deployment_of(profile: Profile, config: ModelConfig) -> Deployment:
 
 
 def _captured_sizes(rows: int) -> list[int]:
-    """Batch sizes of captured decode steps: powers of two to 8, then every eighth, and the largest."""
-    sizes = {n for n in (1, 2, 4, 8) if n <= rows} | set(range(16, rows + 1, 8)) | {rows}
-    return sorted(sizes)
+    """Batch sizes of captured decode steps: powers of two to 8, then every eighth; larger ones are not captured."""
+    top = min(rows, _CAPTURED_ROWS)
+    return sorted({n for n in (1, 2, 4, 8) if n <= top} | set(range(16, top + 1, 8)) | {top})
 
 
 def plan_deployment(
@@ -198,22 +201,22 @@ def _notes(profile: Profile, config: ModelConfig, d: Deployment, have: int | Non
 
 
 def _knob(plan: DeploymentPlan) -> str:
-    """One next step for a plan that does not fit: the knob of the largest item that has one."""
-    memory, d = plan.memory, plan.deployment
-    over = memory.device_bytes - (plan.have_bytes or 0)
-    if memory.of("block KV") >= over and plan.kv_tokens:
-        return f"lower cache.hbm_tokens_per_rank to {plan.kv_tokens}"
-    knobs = {
-        "routed experts": "use more ranks (parallel.ep), each holds fewer experts",
-        "n-gram tables": "set cache.engram_placement to host",
-        "activations": "lower sched.prefill_chunk_tokens",
-        "window KV": "lower sched.max_rows_per_rank",
-        "dense weights": "use a device with more memory; every rank holds the dense weights",
-    }
+    """One next step for a plan that does not fit: the first knob that alone makes it fit, with its value."""
+    config, d, have = plan.model.config, plan.deployment, plan.have_bytes or 0
     if d.weight_bytes and plan.profile.numerics.mode != "fast":
         return "set numerics.mode to fast; other modes hold every weight in 4 bytes"
-    sizes = {name: sum(i.nbytes for i in memory.items if i.name == name and i.where == "device") for name in knobs}
-    return knobs[max(sizes, key=lambda name: sizes[name])]
+    if d.engram == "device" and plan_memory(config, replace(d, engram="host")).device_bytes <= have:
+        return "set cache.engram_placement to host"
+    if plan.kv_tokens:
+        return f"lower cache.hbm_tokens_per_rank to {plan.kv_tokens}"
+    if chunk := max_chunk(config, d, have):
+        return f"lower sched.prefill_chunk_tokens to {chunk}"
+    if rows := max_rows_beside_kv(config, d, have):
+        return f"lower sched.max_rows_per_rank to {rows}"
+    experts = plan.memory.of("routed experts") > plan.memory.of("dense weights")
+    if experts:
+        return "use more ranks (parallel.ep), each holds fewer experts"
+    return "use a device with more memory; every rank holds the dense weights"
 
 
 # -------------------------------------------------------------------- healthy

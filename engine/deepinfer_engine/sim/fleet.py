@@ -187,6 +187,25 @@ def report(fleet: Fleet, trace: Trace, result: FleetResult, slo: Slo) -> tuple[F
     return tuple(figures)
 
 
+def caveats(fleet: Fleet, trace: Trace) -> tuple[str, ...]:
+    """What the reader of a simulation must know, one sentence each."""
+    notes = ["a full decode pool delays second tokens, it does not hold prefill back; nothing fails"]
+    seats = fleet.decode.groups * fleet.decode.ranks * fleet.decode.max_rows
+    if len(trace.requests) < 10 * seats:
+        notes.append(
+            f"{len(trace.requests):,} requests are few for {seats:,} decode rows: the pool is mostly filling or "
+            "draining, and rows held say little"
+        )
+    if fleet.prefill.cost_sigma or fleet.prefill.snapshot_s:
+        notes.append(
+            f"the router errs by a sigma of {fleet.prefill.cost_sigma:g} and looks every "
+            f"{fleet.prefill.snapshot_s * 1e3:g} ms"
+        )
+    else:
+        notes.append("the router knows every cost exactly and at once; --cost-error and --snapshot-ms take that away")
+    return tuple(notes)
+
+
 # ------------------------------------------------------------------ searching
 
 

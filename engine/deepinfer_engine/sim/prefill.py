@@ -110,6 +110,7 @@ class _Simulation:
         self.done = np.full(len(jobs), np.nan)
         self.useful = self.stepping = 0.0
         self.steps = self.computed = 0
+        self.idle: set[int] = set()
         self.events: list[tuple[float, int, int, int]] = [(j.arrival_s, _ARRIVAL, i, 0) for i, j in enumerate(jobs)]
         heapq.heapify(self.events)
 
@@ -123,6 +124,10 @@ class _Simulation:
                 self._fetched(now, a, b)
             else:
                 self._end_step(now, a)
+            if not self.events or self.events[0][0] > now:  # whatever happens at one time shares the next step
+                for number in sorted(self.idle):
+                    self._start_step(now, number)
+                self.idle.clear()
         start = self.jobs[0].arrival_s if self.jobs else 0.0
         return PrefillResult(self.done, self.useful, self.stepping, self.steps, self.computed, max(now - start, 1e-12))
 
@@ -146,7 +151,7 @@ class _Simulation:
         number, local = divmod(rank, self.pool.ranks)
         self.engines[number].queues[local].append(_Work(index, job.tokens - job.cached, job.cached))
         if not self.engines[number].stepping:
-            self._start_step(now, number)
+            self.idle.add(number)
 
     def _start_step(self, now: float, number: int) -> None:
         engine, pool = self.engines[number], self.pool
@@ -196,4 +201,5 @@ class _Simulation:
                 if work.left == 0:
                     self.done[work.index] = now
                     queue.popleft()
-        self._start_step(now, number)
+        engine.stepping = False
+        self.idle.add(number)
