@@ -181,8 +181,8 @@ def comparison_text(before: DeploymentPlan, after: DeploymentPlan) -> str:
     was, now = before.profile.hardware.gpus_per_node, after.profile.hardware.gpus_per_node
     if was != now:
         notes.append(
-            f"{after.mesh.ranks} GPUs fill no hosts of {was} evenly: the profile, and host memory with it, counts {now} "
-            "per host"
+            f"{after.mesh.ranks} GPUs fill no hosts of {was} evenly: the profile, and host memory with it, counts "
+            f"{now} per host"
         )
     return text + "".join(f"  {note}\n" for note in notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
     from deepinfer_engine.config.profile import LoadedProfile
     from deepinfer_engine.cost.account import Workload
     from deepinfer_engine.sim.deployment import DeploymentPlan, Slo
-    from deepinfer_engine.sim.fleet import Fleet
     from deepinfer_engine.sim.models import PlannedModel
-    from deepinfer_engine.sim.trace import Trace
 
 _ROWS = (OutputFormat.table, OutputFormat.json, OutputFormat.jsonl, OutputFormat.csv)
 
@@ -57,21 +56,38 @@ _Simulate = Annotated[
     typer.Option("--simulate", metavar="TRACE", help="Run a trace (.csv, .jsonl, agent-32k|48k|64k) through a fleet."),
 ]
 _Prefill = Annotated[
-    str, typer.Option("--prefill", metavar="NAME|PATH", help="Simulation: profile of the prefill pool.")
+    str | None, typer.Option("--prefill", metavar="NAME|PATH", help="Simulation: prefill profile. [prefill-ep4]")
 ]
-_Decode = Annotated[str, typer.Option("--decode", metavar="NAME|PATH", help="Simulation: profile of the decode pool.")]
-_Engines = Annotated[int, typer.Option("--engines", metavar="N", help="Simulation: prefill instances.")]
-_Groups = Annotated[int, typer.Option("--groups", metavar="N", help="Simulation: decode instances.")]
-_Scale = Annotated[float, typer.Option("--rate-scale", metavar="X", help="Simulation: arrivals X times as fast.")]
+_Decode = Annotated[
+    str | None, typer.Option("--decode", metavar="NAME|PATH", help="Simulation: decode profile. [decode-ep64]")
+]
+_Engines = Annotated[int | None, typer.Option("--engines", metavar="N", help="Simulation: prefill instances. [1]")]
+_Groups = Annotated[int | None, typer.Option("--groups", metavar="N", help="Simulation: decode instances. [1]")]
+_Scale = Annotated[
+    float | None, typer.Option("--rate-scale", metavar="X", help="Simulation: arrivals X times as fast. [1]")
+]
 _Requests = Annotated[int | None, typer.Option("--requests", metavar="N", help="Simulation: only the first N.")]
 _Efficiency = Annotated[
     bool, typer.Option("--efficiency", help="Simulation: also search the highest rates within both limits.")
 ]
-_CostError = Annotated[
-    float, typer.Option("--cost-error", metavar="S", help="Simulation: sigma of the router's guess.")
+_Router = Annotated[
+    str | None,
+    typer.Option("--router", metavar="POLICY", help="Simulation: [least_work], bucket, round_robin or random."),
 ]
-_Snapshot = Annotated[float, typer.Option("--snapshot-ms", metavar="MS", help="Simulation: age of the router's view.")]
-_Seed = Annotated[int, typer.Option("--seed", help="Simulation: seed of everything random.")]
+_Placement = Annotated[
+    str | None,
+    typer.Option("--placement", metavar="POLICY", help="Simulation: [two_level], least_rows, least_kv, round_robin."),
+]
+_Ttl = Annotated[
+    float | None, typer.Option("--ttl-s", metavar="S", help="Simulation: seconds a block is kept. [for ever]")
+]
+_CostError = Annotated[
+    float | None, typer.Option("--cost-error", metavar="S", help="Simulation: sigma of the router's guess. [0]")
+]
+_Snapshot = Annotated[
+    float | None, typer.Option("--snapshot-ms", metavar="MS", help="Simulation: age of the router's view. [0]")
+]
+_Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Simulation: seed of all that is random. [0]")]
 
 
 def command(
@@ -93,16 +109,19 @@ def command(
     write: _Write = None,
     check_anchors: _Anchors = False,
     simulate: _Simulate = None,
-    prefill: _Prefill = "prefill-ep4",
-    decode: _Decode = "decode-ep64",
-    engines: _Engines = 1,
-    groups: _Groups = 1,
-    rate_scale: _Scale = 1.0,
+    prefill: _Prefill = None,
+    decode: _Decode = None,
+    engines: _Engines = None,
+    groups: _Groups = None,
+    rate_scale: _Scale = None,
     requests: _Requests = None,
     efficiency: _Efficiency = False,
-    cost_error: _CostError = 0.0,
-    snapshot_ms: _Snapshot = 0.0,
-    seed: _Seed = 0,
+    router: _Router = None,
+    placement: _Placement = None,
+    ttl_s: _Ttl = None,
+    cost_error: _CostError = None,
+    snapshot_ms: _Snapshot = None,
+    seed: _Seed = None,
     format: options.Format = OutputFormat.table,
     out: options.Out = None,
 ) -> None:
@@ -125,18 +144,27 @@ def command(
     planned = {"--profile": profile, "--set": set_, "--gpus": gpus, "--hbm": hbm, "--platform": platform,
                "--role": role, "--context": context, "--rows": rows, "--healthy": healthy,
                "--write": write}  # fmt: skip
+    lengths = {"--input-tokens": input_tokens, "--output-tokens": output_tokens}
+    fleet = {"--prefill": prefill, "--decode": decode, "--engines": engines, "--groups": groups,
+             "--rate-scale": rate_scale, "--requests": requests, "--efficiency": efficiency or None,
+             "--router": router, "--placement": placement, "--ttl-s": ttl_s, "--cost-error": cost_error,
+             "--snapshot-ms": snapshot_ms, "--seed": seed}  # fmt: skip
     _check_limits(ttft_ms, tpot_ms)
     if check_anchors:
-        _refuse({**planned, "--simulate": simulate}, "--check-anchors")
+        limits = {"--hit-rate": hit_rate, "--ttft-ms": ttft_ms, "--tpot-ms": tpot_ms}
+        _refuse({**planned, **lengths, **limits, **fleet, "--simulate": simulate}, "--check-anchors")
         _anchors(_find_model(model, "accelerator"), format, out)
     elif simulate is not None:
-        _refuse({**planned, "--input-tokens": input_tokens, "--output-tokens": output_tokens}, "--simulate")
-        fleet = _fleet(
-            _find_model(model, "accelerator"), prefill, decode, engines, groups, seed, cost_error, snapshot_ms
-        )
-        trace = _trace(simulate, requests, rate_scale, seed)
-        _simulate(fleet, trace, hit_rate, Slo(ttft_ms, tpot_ms), efficiency, format, out)
+        from deepinfer_cli.plan_simulation import SimulationOptions, run_simulation
+
+        _refuse({**planned, **lengths}, "--simulate")
+        options.accept(format, *_ROWS, verb="plan --simulate")
+        given = {key[2:].replace("-", "_"): value for key, value in fleet.items() if value is not None}
+        chosen = SimulationOptions(trace=simulate, hit_rate=hit_rate, **given)
+        run_simulation(_find_model(model, "accelerator"), chosen, Slo(ttft_ms, tpot_ms), format, out)
     else:
+        _refuse(fleet, "a plan", hint="add --simulate TRACE")
+        _refuse({"--ttft-ms": ttft_ms}, "a plan", hint="queues are part of --simulate TRACE")
         options.accept(format, OutputFormat.table, OutputFormat.json, verb="plan")
         workload = _workload(input_tokens, output_tokens, hit_rate)
         if profile is not None:
@@ -147,7 +175,7 @@ def command(
         _plan(loaded, model, workload, Slo(ttft_ms, tpot_ms), hbm, healthy, write, format, out)
 
 
-def _refuse(given: dict[str, object], mode: str, hint: str | None = None) -> None:
+def _refuse(given: Mapping[str, object], mode: str, hint: str | None = None) -> None:
     """Options that a mode would ignore are refused by name."""
     for name, value in given.items():
         if value is not None and value != []:
@@ -301,75 +329,3 @@ def _anchors(model: PlannedModel, format: OutputFormat, out: Path | None) -> Non
     if bad:
         names = "; ".join(f"{a.quantity} is off by {a.error:+.1f}, allowed {a.bound:g}" for a in bad)
         raise CheckFailed(f"{len(bad)} of {len(found)} published rows are not met: {names}")
-
-
-# ----------------------------------------------------------------- simulation
-
-
-def _fleet(model, prefill, decode, engines, groups, seed, cost_error, snapshot_ms) -> Fleet:
-    from deepinfer_engine.config.profile import load_profile
-    from deepinfer_engine.sim.fleet import pools
-
-    if not 0 <= cost_error <= 3 or not 0 <= snapshot_ms <= 60_000:
-        raise UsageError("--cost-error must be 0 to 3 and --snapshot-ms 0 to 60000")
-    one, two = load_profile(prefill).profile, load_profile(decode).profile
-    return pools(model, one, two, engines=engines, groups=groups, seed=seed, cost_sigma=cost_error,
-                 snapshot_s=snapshot_ms / 1e3)  # fmt: skip
-
-
-#: Requests and session starts per second of a synthetic trace before --requests and --rate-scale.
-_SYNTHETIC_REQUESTS, _SYNTHETIC_SESSIONS_S = 5000, 0.5
-
-
-def _trace(name: str, requests: int | None, rate_scale: float, seed: int) -> Trace:
-    from deepinfer_engine.sim.trace import AGENT_SESSIONS, read_trace, synthetic_agents
-
-    if requests is not None and requests < 1:
-        raise UsageError(f"--requests is {requests}, expected 1 or more")
-    if name in AGENT_SESSIONS:
-        count = requests or _SYNTHETIC_REQUESTS
-        trace = synthetic_agents(name, requests=count, sessions_per_s=_SYNTHETIC_SESSIONS_S, seed=seed)
-    else:
-        trace = read_trace(Path(name), limit=requests)
-    return trace.scaled(rate_scale)
-
-
-def _simulate(
-    fleet: Fleet, trace: Trace, hit_rate: float | None, slo: Slo, search: bool, format: OutputFormat, out: Path | None
-) -> None:
-    from deepinfer_cli.plan_report import figure_objects, figures_text
-    from deepinfer_engine.sim.fleet import caveats, efficiency, report, simulate
-    from deepinfer_engine.sim.trace import assumed_hits, describe, prefix_hits
-
-    options.accept(format, *_ROWS, verb="plan --simulate")
-    tail = {"window": fleet.window, "slack": fleet.prefill.tail_tokens - fleet.window}
-    if hit_rate is not None:
-        hits, origin = assumed_hits(trace, hit_rate, **tail), f"hits are assumed: {hit_rate:.0%} of every prompt"
-    elif trace.has_prefixes:
-        hits, origin = prefix_hits(trace, **tail), "hits follow from the trace's block ids, blocks are kept for ever"
-    else:
-        hits, origin = assumed_hits(trace, 0.0, **tail), "the trace names no prefixes: no hits; give --hit-rate"
-    figures = report(fleet, trace, simulate(fleet, trace, hits), slo)
-    if search:
-        figures += efficiency(fleet, trace, hits, slo).figures()
-    about = describe(trace.requests)
-    if format is OutputFormat.json:
-        content = {"trace": {"name": trace.name, **about}, "hits": origin, "figures": figure_objects(figures),
-                   "notes": list(caveats(fleet, trace))}  # fmt: skip
-        render.deliver(render.json_text(render.document("plan-simulation", content)), out)
-    elif format is OutputFormat.table:
-        head = (
-            f"trace    {trace.name}: {about['requests']:,} requests in {about['seconds']:,.0f} s, "
-            f"{about['input_mean']:,.0f} tokens in, {about['output_mean']:,.0f} out\n"
-            f"pools    prefill {fleet.prefill.engines} x {fleet.prefill.ranks} ranks, decode {fleet.decode.groups} x "
-            f"{fleet.decode.ranks} ranks\n"
-            f"hits     {origin}\n\n"
-        )
-        notes = "\nnotes\n" + "".join(f"  {note}\n" for note in caveats(fleet, trace))
-        title = "simulated, step times fitted to vendor figures"
-        render.deliver(head + figures_text(title, figures) + notes, out)
-    else:
-        rows = [(f.name, f.value, f.unit, f.source, f.note) for f in figures]
-        render.deliver(
-            render.rows_text(format, "plan-simulation", ("figure", "value", "unit", "source", "note"), rows), out
-        )

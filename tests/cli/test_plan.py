@@ -237,9 +237,22 @@ def test_azure_trace_has_no_hits_unless_they_are_assumed(capsys, tmp_path):
     rows = [f"2023-11-16 18:17:{i:02d}.0000000,{1000 + i},{5 + i}" for i in range(30)]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     _, out, _ = run(["--simulate", str(path)], capsys)
-    assert "no hits; give --hit-rate" in out
+    assert "none: the trace names no prefixes; give --hit-rate" in out
     _, out, _ = run(["--simulate", str(path), "--hit-rate", "0.5"], capsys)
-    assert "hits are assumed: 50% of every prompt" in out
+    assert "assumed: 50% of every prompt" in out
+    code, _, err = run(["--simulate", str(path), "--ttl-s", "60"], capsys)
+    assert code == 2 and "names no prefixes" in err
+
+
+def test_blocks_expire_and_policies_change(capsys, mooncake):
+    def figure(name, *args):
+        _, out, _ = run(["--simulate", mooncake, "--format", "json", *args], capsys)
+        return next(f["value"] for f in json.loads(out)["figures"] if f["figure"] == name)
+
+    assert figure("prefix hits", "--ttl-s", "0.01") < figure("prefix hits")
+    assert figure("TTFT p90", "--router", "random", "--rate-scale", "20") != figure("TTFT p90", "--rate-scale", "20")
+    _, out, _ = run(["--simulate", mooncake, "--router", "bucket", "--placement", "least_kv", "--ttl-s", "9"], capsys)
+    assert "(bucket)" in out and "(least_kv)" in out and "kept 9 s after their last use" in out
 
 
 def test_synthetic_trace_is_called_synthetic(capsys):
@@ -278,7 +291,18 @@ BAD_USE = [
     (["--simulate", "agent-32k", "--rate-scale", "0"], "arrival rate is scaled by 0"),
     (["--simulate", "agent-32k", "--engines", "0"], "at least one engine"),
     (["--simulate", "agent-32k", "--groups", "0"], "at least one group"),
-    (["--simulate", "agent-32k", "--cost-error", "9"], "--cost-error must be 0 to 3"),
+    (["--simulate", "agent-32k", "--cost-error", "9"], "--cost-error is 9, expected 0 to 3"),
+    (["--simulate", "agent-32k", "--snapshot-ms", "-1"], "--snapshot-ms is -1"),
+    (["--simulate", "agent-32k", "--seed", "-1"], "--seed is -1"),
+    (["--simulate", "agent-32k", "--ttl-s", "0"], "--ttl-s is 0"),
+    (["--simulate", "agent-32k", "--ttl-s", "9", "--hit-rate", "0.5"], "--ttl-s does nothing with --hit-rate"),
+    (["--simulate", "agent-32k", "--router", "best"], "--router is 'best', expected one of least_work"),
+    (["--simulate", "agent-32k", "--placement", "best"], "--placement is 'best', expected one of two_level"),
+    (["-p", "decode-ep64", "--engines", "2"], "--engines does nothing with a plan"),
+    (["-p", "decode-ep64", "--efficiency"], "--efficiency does nothing with a plan"),
+    (["-p", "decode-ep64", "--ttft-ms", "400"], "--ttft-ms does nothing with a plan"),
+    (["--check-anchors", "--seed", "0"], "--seed does nothing with --check-anchors"),
+    (["--check-anchors", "--hit-rate", "0.5"], "--hit-rate does nothing with --check-anchors"),
     (["--simulate", "agent-32k", "--prefill", "decode-ep64"], "cannot be the prefill pool"),
     (["--simulate", "agent-32k", "--decode", "cpu-nano"], "nothing is published for cpu"),
     (["--simulate", "agent-32k", "--requests", "20", "--efficiency"], "needs both limits"),

@@ -150,7 +150,15 @@ def _weights(config: ModelConfig, d: Deployment) -> list[Item]:
         items.append(Item("draft blocks", "device", draft, "computed", f"{own} experts x {c.num_nextn_predict_layers}"))
     tables = _table_bytes(c)
     if d.engram == "device":
-        items.append(Item("n-gram tables", "device", -(-tables // d.ranks), "computed", f"1/{d.ranks} of the rows"))
+        items.append(
+            Item(
+                "n-gram tables",
+                "device",
+                -(-tables // d.ranks),
+                "computed",
+                f"1/{d.ranks} of the rows" if d.ranks > 1 else "",
+            )
+        )
     else:
         note = "one copy per host" if d.engram == "host" else "page cache of the checkpoint files"
         items.append(Item("n-gram tables", "host", tables, "computed", note))

@@ -42,7 +42,7 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("python", "torch", partial(accelerator.check_torch, system)),
         Check("python", "requirements", partial(packages.check_requirements, system)),
         Check("python", "conflicts", partial(packages.check_conflicts, system)),
-        Check("accelerator", "device", partial(accelerator.check_devices, system, profile)),
+        Check("accelerator", "device", partial(accelerator.check_devices, system)),
         Check("accelerator", "versions", partial(accelerator.check_driver, system, profile)),
         Check("libraries", "collectives", partial(libraries.check_mapped, system, profile)),
         Check("kernels", "tools", on_platform(partial(toolchain.check_tools, system))),
@@ -69,4 +69,4 @@ def _platform(system: System) -> str:
         found = accelerator.probe(system).platform
     except ImportError:
         return "cpu"
-    return "ascend950" if found == "ascend" else found.split("+")[0]
+    return found.split("+")[0]

@@ -40,7 +40,7 @@ def times(profile: Profile, model: PlannedModel) -> tuple[PrefillTime, DecodeTim
         return f"no speeds: step times were published for the released model, not for {model.name}"
     peak = peak_of(profile.hardware.platform, profile.hardware.hbm_gib)
     if peak is None:
-        return f"no speeds: nothing is published for {profile.hardware.platform}; measure with deepinfer bench"
+        return f"no speeds: nothing is published for {profile.hardware.platform}, and nothing was measured"
     slots = profile.slots_per_rank(model.config.n_routed_experts) if profile.role != "prefill" else _OTHER_SLOTS
     prefill = published.prefill_time(model.config, peak, decoder_replay=profile.replay.decoder != "off")
     return prefill, published.decode_time(model.config, slots, peak)

@@ -30,8 +30,8 @@ assert _spec is not None and _spec.loader is not None
 machines = importlib.util.module_from_spec(_spec)
 sys.modules["doctor_machines"] = machines
 _spec.loader.exec_module(machines)
-Machine, cuda_torch, cpu_torch, distribution = (
-    machines.Machine, machines.cuda_torch, machines.cpu_torch, machines.distribution,
+Machine, cuda_torch, cpu_torch, npu_torch, distribution = (
+    machines.Machine, machines.cuda_torch, machines.cpu_torch, machines.npu_torch, machines.distribution,
 )  # fmt: skip
 
 
@@ -98,11 +98,9 @@ def test_every_check_has_a_group_and_a_subject(tmp_path):
 
 def test_devices_that_torch_cannot_use_fail(tmp_path):
     machine = Machine(tmp_path, files={"/dev/nvidia0": "", "/dev/nvidia1": "", "/dev/nvidiactl": ""})
-    expect(
-        accelerator.check_devices(machine, None), "device", "fail", "2 NVIDIA devices under /dev", "CUDA build of torch"
-    )
+    expect(accelerator.check_devices(machine), "device", "fail", "2 NVIDIA devices under /dev", "CUDA build of torch")
     machine = Machine(tmp_path / "npu", files={"/dev/davinci0": ""})
-    expect(accelerator.check_devices(machine, None), "device", "fail", "1 Ascend devices", "torch_npu build")
+    expect(accelerator.check_devices(machine), "device", "fail", "1 Ascend devices", "torch_npu build")
 
 
 @pytest.mark.parametrize(
@@ -120,12 +118,20 @@ def test_devices_that_torch_cannot_use_fail(tmp_path):
 )
 def test_torch_code_is_compared_with_the_device(tmp_path, capability, built_for, status):
     machine = Machine(tmp_path, torch=cuda_torch((capability,), built_for=built_for))
-    assert one(accelerator.check_devices(machine, None), "torch code").status == status
+    assert one(accelerator.check_devices(machine), "torch code").status == status
+
+
+@pytest.mark.parametrize(("name", "status"), [("Ascend950DT_2", "pass"), ("Ascend910B4", "fail")])
+def test_ascend_devices_are_told_apart_by_their_name(tmp_path, name, status):
+    machine = Machine(tmp_path, modules=["torch_npu"], torch=npu_torch(name, 8, 135))
+    expect(accelerator.check_devices(machine), "device", "pass", f"8 x {name}")
+    findings = accelerator.check_profile_hardware(machine, profile("decode-ep64-ascend950"))
+    expect(findings, "profile hardware", status)
 
 
 def test_mixed_devices_fail(tmp_path):
     machine = Machine(tmp_path, torch=cuda_torch(((9, 0), (10, 0))))
-    expect(accelerator.check_devices(machine, None), "device mix", "fail", "sm100+sm90")
+    expect(accelerator.check_devices(machine), "device mix", "fail", "sm100+sm90")
 
 
 def test_profile_for_another_machine_fails(tmp_path):
