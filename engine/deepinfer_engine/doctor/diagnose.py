@@ -56,6 +56,9 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("storage", "weights", partial(storage.check_weights, model)),
         Check("network", "interface", partial(network.check_interfaces, system, profile)),
     ]
+    if model is not None:
+        after = next(n for n, item in enumerate(items) if item.subject == "weights") + 1
+        items.insert(after, Check("storage", "weights manifest", partial(storage.check_manifest, model)))
     if profile is not None:
         items.insert(
             5, Check("accelerator", "profile hardware", partial(accelerator.check_profile_hardware, system, profile))

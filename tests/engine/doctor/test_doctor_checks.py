@@ -392,9 +392,11 @@ def test_unwritable_kernel_cache_fails(tmp_path, monkeypatch):
 # -------------------------------------------------------------------- storage
 
 
-def test_disk_too_small_for_the_release_warns(tmp_path):
-    machine = Machine(tmp_path, environ={"HF_HOME": "/data/hf"}, free=200 * machines.GIB)
-    expect(storage.check_disk(machine), "disk", "warn", "/data/hf: 200 of 400 GiB free", "475 GiB")
+def test_disk_too_small_for_the_release_warns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = Machine(tmp_path, free=200 * machines.GIB)
+    finding = expect(storage.check_disk(machine), "disk", "warn", "200 of 400 GiB free", "475 GiB", "--dest FOLDER")
+    assert finding.found.startswith(str(tmp_path))
     expect(storage.check_disk(Machine(tmp_path)), "disk", "pass")
 
 
@@ -433,6 +435,47 @@ def test_weights_that_are_not_a_checkpoint_fail(tmp_path):
     (tmp_path / "config.json").write_text("<!doctype html>")
     expect(storage.check_weights(tmp_path), "weights", "fail", "config.json")
     expect(storage.check_weights(tmp_path / "absent"), "weights", "fail", "not a directory")
+
+
+def fetched(folder, *, stamped=("a.bin", "b.bin"), listed=("a.bin", "b.bin", "c.bin")):
+    """A folder that a fetch filled: every listed file but the last exists, the stamped ones were checked."""
+    import hashlib
+
+    from deepinfer_engine.weights.fetch.files import RemoteFile, hash_bytes
+    from deepinfer_engine.weights.fetch.manifest import Manifest, manifest_path
+
+    remote = [RemoteFile(name, 4, "sha256:" + hashlib.sha256(name[:1].encode() * 4).hexdigest()) for name in listed]
+    manifest = Manifest("org/model", "main", "c" * 40, tuple(remote))
+    for name in listed[:-1]:
+        (folder / name).write_bytes(name[:1].encode() * 4)
+        if name in stamped:
+            manifest.stamp(name, folder / name, hash_bytes((folder / name).read_bytes()))
+    manifest_path(folder).parent.mkdir()
+    manifest.save(folder)
+
+
+def test_manifest_of_a_fetch_tells_whether_files_are_as_they_were(tmp_path):
+    expect(storage.check_manifest(tmp_path), "weights manifest", "pass", "no fetch is remembered")
+    fetched(tmp_path)
+    expect(storage.check_manifest(tmp_path), "weights manifest", "pass", "org/model at cccccccccccc: 2 files")
+    (tmp_path / "b.bin").write_bytes(b"other")
+    finding = expect(
+        storage.check_manifest(tmp_path), "weights manifest", "fail", "1 changed since", "--verify --repair"
+    )
+    assert finding.details == ("b.bin",)
+
+
+def test_files_that_were_never_hashed_warn(tmp_path):
+    fetched(tmp_path, stamped=("a.bin",))
+    expect(storage.check_manifest(tmp_path), "weights manifest", "warn", "1 never checked", "--verify", "b.bin")
+
+
+def test_broken_manifest_is_a_failed_check(tmp_path):
+    (tmp_path / ".fetch").mkdir()
+    (tmp_path / ".fetch" / "manifest.json").write_text('{"schema": "other"}')
+    found = diagnose(model=tmp_path, system=Machine(tmp_path / "machine"))
+    finding = one([f for _, f in found.findings], "weights manifest")
+    assert finding.status == "fail" and "not a manifest of a fetch" in finding.found
 
 
 def test_missing_embedded_model_warns(monkeypatch):
