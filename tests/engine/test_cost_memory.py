@@ -169,3 +169,35 @@ def test_flops_are_those_of_the_model_definition():
 
 def test_index_keys_read_per_context_token():
     assert work.index_bytes_per_context(CONFIG) == 68 * (3 / 2 + 1) == 170
+
+
+# --------------------------------------------------------------------- engine
+
+
+def test_plan_is_what_the_engine_holds():
+    """Bytes of all tensors that opening the embedded model leaves behind, against weights and KV of its plan."""
+    import gc
+    import warnings
+
+    import torch
+    from deepinfer_engine.config.profile import load_profile
+    from deepinfer_engine.config.resources import model_dir
+    from deepinfer_engine.engine import Engine
+    from deepinfer_engine.sim.deployment import deployment_of
+    from deepinfer_engine.sim.models import EMBEDDED, find_model
+
+    def storages():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some module attributes warn when they are looked at
+            tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    profile = load_profile("cpu-nano").profile
+    before = storages()
+    engine = Engine.open(model_dir(EMBEDDED), profile)
+    held = sum(nbytes for pointer, nbytes in storages().items() if pointer not in before)
+    engine.close()
+    config = find_model(EMBEDDED).config
+    plan = m.plan_memory(config, deployment_of(profile, config))
+    names = ("dense weights", "routed experts", "n-gram projections", "n-gram tables", "block KV", "window KV")
+    assert held == pytest.approx(total_of(plan, *names), rel=0.02)
