@@ -15,6 +15,8 @@ namespace {
 
 constexpr int64_t LCM = 720720;
 constexpr int QUANT = 2047;
+constexpr int64_t BLOCKS = 10, BLOCK_STEPS = 8;
+constexpr double DRIFT_ROOT = 1.7320508075688772;
 constexpr int POWER_LOG2 = 6;
 constexpr double INV_POWER = 1.0 / (1 << POWER_LOG2);
 constexpr double INF = std::numeric_limits<double>::infinity();
@@ -267,12 +269,37 @@ int64_t dl_moments(const int64_t* counts, int64_t M, int64_t E, int64_t stride, 
     const int64_t steps = int64_t(row.size());
     for (int64_t e = 0; e < E; ++e) mean_E[e] = double(total_E[e]) / double(all);
     if (steps < min_steps) return steps;
-    std::vector<double> peak(E, 0.0), y(E);
+    // Rows of deviations: the steps, then ten weighted blocks of steps.
+    const int64_t blocks = steps >= BLOCKS * BLOCK_STEPS ? BLOCKS : 0, rows = steps + blocks;
+    std::vector<int64_t> block_counts(blocks * E, 0);
+    std::vector<const int64_t*> at(rows);
+    std::vector<double> root(rows);
     for (int64_t k = 0; k < steps; ++k) {
-        const int64_t* c = counts + row[k] * stride;
-        const double n = tokens[k], root = 1.0 / std::sqrt(n);
+        at[k] = counts + row[k] * stride;
+        root[k] = 1.0 / std::sqrt(tokens[k]);
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+        double n = 0.0;
+        for (int64_t k = b * steps / BLOCKS; k < (b + 1) * steps / BLOCKS; ++k) {
+            n += tokens[k];
+            for (int64_t e = 0; e < E; ++e) block_counts[b * E + e] += at[k][e];
+        }
+        at[steps + b] = &block_counts[b * E];
+        tokens.push_back(n);
+        root[steps + b] = 1.0 / std::sqrt(n);
+    }
+    std::vector<double> peak(E, 0.0), y(E);
+    auto deviations = [&](int64_t k) {
+        const int64_t* c = at[k];
+        const double n = tokens[k], r = root[k];
+        for (int64_t e = 0; e < E; ++e) y[e] = (double(c[e]) - mean_E[e] * n) * r;
+        if (k >= steps)
+            for (int64_t e = 0; e < E; ++e) y[e] *= DRIFT_ROOT;
+    };
+    for (int64_t k = 0; k < rows; ++k) {
+        deviations(k);
         for (int64_t e = 0; e < E; ++e) {
-            const double d = std::fabs((double(c[e]) - mean_E[e] * n) * root);
+            const double d = std::fabs(y[e]);
             peak[e] = d > peak[e] ? d : peak[e];
         }
     }
@@ -282,16 +309,15 @@ int64_t dl_moments(const int64_t* counts, int64_t M, int64_t E, int64_t stride, 
         unit[e] = double(QUANT) / u;
         scale[e] = u / double(QUANT);
     }
-    const int64_t padded = (steps + 31) / 32 * 32;
+    const int64_t padded = (rows + 31) / 32 * 32;
     std::vector<int16_t> q((E + TILE - 1) / TILE * TILE * padded, int16_t(0));
     constexpr int64_t BLOCK = 32;
     std::vector<int16_t> tile(BLOCK * E);
-    for (int64_t lo = 0; lo < steps; lo += BLOCK) {
-        const int64_t n_rows = std::min(BLOCK, steps - lo);
+    for (int64_t lo = 0; lo < rows; lo += BLOCK) {
+        const int64_t n_rows = std::min(BLOCK, rows - lo);
         for (int64_t k = 0; k < n_rows; ++k) {
-            const int64_t* c = counts + row[lo + k] * stride;
-            const double n = tokens[lo + k], root = 1.0 / std::sqrt(n);
-            for (int64_t e = 0; e < E; ++e) tile[k * E + e] = int16_t(int32_t(std::nearbyint(((double(c[e]) - mean_E[e] * n) * root) * unit[e])));
+            deviations(lo + k);
+            for (int64_t e = 0; e < E; ++e) tile[k * E + e] = int16_t(int32_t(std::nearbyint(y[e] * unit[e])));
         }
         for (int64_t e = 0; e < E; ++e)
             for (int64_t k = 0; k < n_rows; ++k) q[e * padded + lo + k] = tile[k * E + e];

@@ -117,7 +117,7 @@ class PlanSettings:
     ``move_price`` is the cost of one received expert in units of the mean rank cost; ``max_moves`` caps received experts per layer.
     """
 
-    move_price: float = 1.0
+    move_price: float = 0.25
     max_moves: int | None = None
     threads: int = 1
     rules: SearchRules = field(default_factory=SearchRules)

@@ -12,8 +12,12 @@ presets live in ``recipes/eplb/*.yaml``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+from deepinfer_engine.eplb.stats import read_npz
+from deepinfer_engine.errors import ArtefactError, UsageError
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,82 @@ def synthetic(spec: TraceSpec, steps: int, seed: int) -> np.ndarray:
             rate_ME /= rate_ME.sum(axis=1, keepdims=True)
         counts[:, layer] = rng.poisson(rate_ME * spec.routed_per_step)
     return counts
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """Recorded routing re-batched into steps.
+
+    ``mode`` decode: ``tokens_per_step`` sequences advance one token a step; prefill: a step is whole sequences until that many tokens.
+    """
+
+    files: tuple[str, ...]
+    ranks: int
+    mode: str
+    tokens_per_step: int
+    layer_stride: int = 1
+
+
+def read_routing(path: Path) -> list[np.ndarray]:
+    """Sequences int64 [layers, tokens, k] from an ``.npz`` with ``topk_ids`` [layers, tokens, k] and ``seq_lens``."""
+    arrays = read_npz(path)
+    ids, lengths = arrays.get("topk_ids"), arrays.get("seq_lens")
+    if ids is None or lengths is None or ids.ndim != 3 or lengths.ndim != 1 or int(lengths.sum()) != ids.shape[1]:
+        raise ArtefactError(f"{path}: expected topk_ids [layers, tokens, k] and seq_lens that add up to the tokens")
+    if ids.min() < 0:
+        raise ArtefactError(f"{path}: topk_ids holds {ids.min()}, expected 0 or more")
+    ends = np.cumsum(lengths)
+    return [ids[:, hi - n : hi].astype(np.int64) for hi, n in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+
+def rebatched(
+    spec: RoutingSpec, sequences: list[np.ndarray], train_steps: int, next_steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two windows of counts [M, L, E] from disjoint halves of the shuffled sequences."""
+    if spec.mode not in ("decode", "prefill"):
+        raise UsageError(f"routing mode is {spec.mode!r}, expected decode or prefill")
+    if len(sequences) < 2:
+        raise UsageError(f"{len(sequences)} sequences, expected at least 2 to split")
+    rng = np.random.default_rng(seed)
+    experts = int(max(s.max() for s in sequences)) + 1
+    order = rng.permutation(len(sequences))
+    halves = [sequences[i][:: spec.layer_stride] for i in order[::2]], [sequences[i][:: spec.layer_stride] for i in order[1::2]]
+    make = _decode_steps if spec.mode == "decode" else _prefill_steps
+    first = make(halves[0], train_steps, spec.tokens_per_step, experts, rng)
+    return first, make(halves[1], next_steps, spec.tokens_per_step, experts, rng)
+
+
+def _counts(ids_LTK: np.ndarray, experts: int) -> np.ndarray:
+    layers = ids_LTK.shape[0]
+    flat = ids_LTK.reshape(layers, -1) + np.arange(layers)[:, None] * experts
+    return np.bincount(flat.reshape(-1), minlength=layers * experts).reshape(layers, experts)
+
+
+def _decode_steps(pool: list[np.ndarray], steps: int, running: int, experts: int, rng: np.random.Generator) -> np.ndarray:
+    """``running`` sequences, each one token further every step; a finished one is replaced by a random one from its start."""
+    lengths = np.array([s.shape[1] for s in pool])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.concatenate(pool, axis=1)
+    which = rng.integers(len(pool), size=running)
+    at = (rng.random(running) * lengths[which]).astype(np.int64)
+    out = np.empty((steps, ids.shape[0], experts), np.int64)
+    for t in range(steps):
+        out[t] = _counts(ids[:, starts[which] + at], experts)
+        at += 1
+        done = at >= lengths[which]
+        which[done] = rng.integers(len(pool), size=int(done.sum()))
+        at[done] = 0
+    return out
+
+
+def _prefill_steps(pool: list[np.ndarray], steps: int, tokens: int, experts: int, rng: np.random.Generator) -> np.ndarray:
+    """Every step takes random whole sequences until it has ``tokens``; the last one is cut."""
+    out = np.empty((steps, pool[0].shape[0], experts), np.int64)
+    for t in range(steps):
+        parts, got = [], 0
+        while got < tokens:
+            s = pool[int(rng.integers(len(pool)))][:, : tokens - got]
+            parts.append(s)
+            got += s.shape[1]
+        out[t] = _counts(np.concatenate(parts, axis=1), experts)
+    return out
