@@ -21,6 +21,8 @@ class Verb(NamedTuple):
 #: In the order of ``deepinfer --help``.
 VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
-    Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
+    Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
+    Verb("doctor", "deepinfer_cli.commands.doctor", "What this machine has, lacks, and how to fix it."),
+    Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
 )

@@ -13,17 +13,14 @@ from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import Profile
-from deepinfer_engine.dist.mesh import LocalMesh, Placement
 from deepinfer_engine.errors import NotReadyError, UsageError
-from deepinfer_engine.model.ced import CedModel
-from deepinfer_engine.model.engram import MemoryEngramSource
-from deepinfer_engine.model.weights import load_weights
+from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.runner import Runner
 from deepinfer_engine.sched.scheduler import Limits, Scheduler
-from deepinfer_engine.tokens.classes import check_classes
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_engine.weights.reader import ShardReport
 from deepinfer_kernels.registry import KernelError, Ops, resolve
 
 
@@ -31,13 +28,20 @@ class Engine:
     """One model under one profile in this process. Not thread-safe: one caller drives ``step``."""
 
     def __init__(
-        self, profile: Profile, checkpoint: Checkpoint, tokenizer: Tokenizer, runner: Runner, scheduler: Scheduler
+        self,
+        profile: Profile,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        scheduler: Scheduler,
+        shards: tuple[ShardReport, ...],
     ):
         self.profile = profile
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.runner = runner
         self.scheduler = scheduler
+        self.shards = shards
         self._started: dict[str, float] = {}
         self.steps = 0
 
@@ -52,13 +56,13 @@ class Engine:
     ) -> Engine:
         """Validate and load a checkpoint for ``profile`` (already emulated where its hardware is absent).
 
-        ``progress(done, total)`` counts loaded layers. Raises ``CheckpointError`` (exit 4) or ``NotReadyError``.
+        ``progress(done, total)`` counts loaded bytes. Raises ``CheckpointError`` (exit 4) or ``NotReadyError``.
         """
         checkpoint = Checkpoint.open(model_dir)
         tokenizer = Tokenizer.from_dir(model_dir)
         config = checkpoint.config
         ops = _resolve_ops(profile)
-        model, mesh = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
+        loaded = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
         limits = _limits(profile, config)
         kv = KVState(
             KVLayout.of(config, records=ops.numerics.records),
@@ -67,7 +71,8 @@ class Engine:
             blocks=limits.dp * limits.blocks,
             device=device,
         )
-        return cls(profile, checkpoint, tokenizer, Runner(model, kv, ops, mesh, device), Scheduler(limits))
+        runner = Runner(loaded.model, kv, ops, loaded.mesh, device)
+        return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits), loaded.shards)
 
     @property
     def config(self) -> ModelConfig:
@@ -145,36 +150,6 @@ class Engine:
             usage=Usage(prompt=seq.num_prompt, generated=len(generated)),
             timing=Timing(seq.first_token_s, now - self._started.pop(seq.request.id)),
         )
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    ops: Ops,
-    profile: Profile,
-    *,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[CedModel, LocalMesh]:
-    """The text model of a checkpoint and the mesh its experts live on."""
-    config = checkpoint.config
-    placement = Placement.static(
-        config.num_hidden_layers,
-        config.n_routed_experts,
-        ranks=profile.parallel.ep,
-        redundant_per_rank=profile.parallel.redundant_experts_per_rank,
-    )
-    weights = load_weights(checkpoint, ops, placement, device=device, progress=progress)
-    sources = {
-        layer: MemoryEngramSource(
-            checkpoint.tensor(f"layers.{layer}.engram.embed.weight").to(device),
-            checkpoint.tensor(f"layers.{layer}.engram.embed.scale").to(device),
-            ops,
-        )
-        for layer in config.engram_layer_ids
-    }
-    model = CedModel(config, weights, sources, check_classes(config, tokenizer), device)
-    return model, LocalMesh(placement, config.n_routed_experts, device)
 
 
 def _resolve_ops(profile: Profile) -> Ops:

@@ -45,7 +45,6 @@ NOT_BUILT: tuple[_Missing, ...] = (
     _Missing("cache.swa_pool_gib_per_rank", _not(0.0), "window KV ends with its request"),
     _Missing("cache.strict_lineage", _not(False), "no windows are kept"),
     _Missing("cache.tenant", _not(""), "no blocks are shared"),
-    _Missing("cache.engram_placement", lambda v: v == "mmap", "n-gram tables are held in memory"),
     _Missing("cache.store.backend", _not("none"), "nothing is stored"),
     _Missing("replay.decoder", _not("off"), "all prompt rows run through all layers"),
     _Missing("replay.encoder", _not("off"), "there are no prefix hits to replay after"),

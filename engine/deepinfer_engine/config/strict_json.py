@@ -82,6 +82,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _int64(text: str) -> int:
+    if len(text) < 19:  # most of them; 18 digits and a sign always fit
+        return int(text)
     if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
         raise ValueError(f"integer {printable(text, 24)} does not fit 64 bits")
     return int(text)

@@ -71,6 +71,8 @@ class CedModel:
         """Geometry of a step, and the hash ids of every Engram layer (they depend on token ids alone)."""
         step = Step(self.frequencies, batch, kv, ops, mesh, probe)
         step.engram_ids = self.hasher.ids(ops, batch.lag_ids_TN)
+        for layer, ids in step.engram_ids.items():
+            self.sources[layer].prefetch(ids)
         if self.config.image_token_id is not None:
             step.image = batch.ids_T == self.config.image_token_id
         return step

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.model.weights import EngramWeights
+from deepinfer_engine.weights.engram_table import EngramTable
 
 
 class EngramSource(Protocol):
@@ -20,9 +21,13 @@ class EngramSource(Protocol):
         """Values [T, columns · head_dim] in the activation dtype for row ids [T, columns]."""
         ...
 
+    def prefetch(self, ids: Tensor) -> None:
+        """Start bringing these rows closer; called once per step, before the first layer runs."""
+        ...
+
 
 class MemoryEngramSource:
-    """A table held as stored (E4M3 rows, one E8M0 scale per 32 channels) on the device, or memory-mapped."""
+    """A table held as stored (E4M3 rows, one E8M0 scale per 32 channels) in device memory."""
 
     def __init__(self, weight: Tensor, scale: Tensor, ops: Any):
         self.weight = weight.view(torch.uint8)
@@ -33,6 +38,27 @@ class MemoryEngramSource:
         flat = ids.flatten()
         rows = self.ops.dequantise_table(self.weight.index_select(0, flat), self.scale.index_select(0, flat))
         return rows.view(ids.shape[0], -1)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Nothing to do: the table is where it is read."""
+
+
+class MappedEngramSource:
+    """A table gathered straight from its shard: only the rows a step touches are read, nothing is held."""
+
+    def __init__(self, table: EngramTable, ops: Any):
+        self.table = table
+        self.ops = ops
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        weight, scale = self.table.gather(ids.flatten().cpu().numpy())
+        rows = self.ops.dequantise_table(
+            torch.from_numpy(weight).to(ids.device), torch.from_numpy(scale).to(ids.device)
+        )
+        return rows.view(ids.shape[0], -1)
+
+    def prefetch(self, ids: Tensor) -> None:
+        self.table.prefetch(ids.flatten().cpu().numpy())
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,26 @@ physical slot: slot p of a layer holds the expert that the placement puts there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepinfer_engine.config.model import LayerPlan, ModelConfig
-from deepinfer_engine.dist.mesh import Placement
+from deepinfer_engine.weights.read_plan import ReadPlan
+from deepinfer_engine.weights.reader import Loaded
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 
-if TYPE_CHECKING:
-    from deepinfer_engine.weights.checkpoint import Checkpoint
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.int8,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I64": torch.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -113,56 +119,37 @@ class ModelWeights:
 
 
 class WeightReader:
-    """Reads prepared weights of one checkpoint onto one device."""
+    """Prepared weights on one device, made from the raw bytes that a read plan brought in."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Any, device: str):
-        self.checkpoint = checkpoint
+    def __init__(self, plan: ReadPlan, loaded: Loaded, ops: Any, device: str):
+        self.plan = plan
+        self.loaded = loaded
         self.ops = ops
         self.device = device
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as stored, or converted to ``dtype``."""
-        t = self.checkpoint.tensor(name).to(self.device, copy=True)
+        """A tensor as stored, or converted to ``dtype``. E8M0 scales stay raw bytes."""
+        place = self.plan.destinations[name]
+        t = torch.frombuffer(self.loaded.buffers[name], dtype=_DTYPES[place.dtype]).view(place.shape).to(self.device)
         return t if dtype is None else t.to(dtype)
 
     def weight(self, name: str, kind: str) -> Weight:
         """Prepared ``<name>.weight`` (with its ``.scale`` for quantised kinds)."""
-        data = self.plain(f"{name}.weight")
         scale = self.plain(f"{name}.scale") if kind in ("fp8", "fp4") else None
-        return self.ops.prepare_weight(data, scale, kind)
-
-    def stacked(self, names: list[str]) -> Weight:
-        """Prepared MXFP4 weights of several experts as one [S, out, in]."""
-        data = torch.stack([self.checkpoint.tensor(f"{n}.weight") for n in names]).to(self.device)
-        scale = torch.stack([self.checkpoint.tensor(f"{n}.scale") for n in names]).to(self.device)
-        return self.ops.prepare_weight(data, scale, "fp4")
+        return self.ops.prepare_weight(self.plain(f"{name}.weight"), scale, kind)
 
 
-def load_weights(
-    checkpoint: Checkpoint,
-    ops: Any,
-    placement: Placement,
-    *,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> ModelWeights:
-    """Read the backbone; ``progress(done, total)`` is called after every layer."""
-    config = checkpoint.config
-    read = WeightReader(checkpoint, ops, device)
-    layers = []
-    for plan in config.layer_plan:
-        layers.append(_layer(read, config, plan, placement))
-        if progress is not None:
-            progress(len(layers), config.num_hidden_layers)
+def load_weights(reader: WeightReader, config: ModelConfig) -> ModelWeights:
+    """The backbone; expert stacks follow the slot table that the read plan was made with."""
     return ModelWeights(
-        embed=read.plain("embed.weight"),
-        layers=tuple(layers),
-        norm=read.plain("norm.weight"),
-        head=read.weight("head", "bf16"),
+        embed=reader.plain("embed.weight"),
+        layers=tuple(_layer(reader, config, plan) for plan in config.layer_plan),
+        norm=reader.plain("norm.weight"),
+        head=reader.weight("head", "bf16"),
     )
 
 
-def _layer(read: WeightReader, config: ModelConfig, plan: LayerPlan, placement: Placement) -> Layer:
+def _layer(read: WeightReader, config: ModelConfig, plan: LayerPlan) -> Layer:
     at = f"layers.{plan.layer}."
     engram = None
     if plan.engram:
@@ -176,7 +163,7 @@ def _layer(read: WeightReader, config: ModelConfig, plan: LayerPlan, placement: 
         hc_attn=_hyper(read, f"{at}hc_attn"),
         hc_ffn=_hyper(read, f"{at}hc_ffn"),
         attn=_attention(read, config, plan, at),
-        ffn=_moe(read, at, [int(e) for e in placement.slot_expert[plan.layer]]),
+        ffn=_moe(read, at),
         engram=engram,
     )
 
@@ -218,18 +205,14 @@ def _attention(read: WeightReader, config: ModelConfig, plan: LayerPlan, at: str
     )
 
 
-def _moe(read: WeightReader, at: str, slot_expert: list[int]) -> MoE:
+def _moe(read: WeightReader, at: str) -> MoE:
     f = f"{at}ffn."
-
-    def bank(part: str) -> Weight:
-        return read.stacked([f"{f}experts.{e}.{part}" for e in slot_expert])
-
     return MoE(
         norm=read.plain(f"{at}ffn_norm.weight"),
         gate=read.plain(f"{f}gate.weight", torch.float32),
         bias=read.plain(f"{f}gate.bias"),
         bias_vl=read.plain(f"{f}gate.bias_vl"),
-        bank=ExpertBank(w1=bank("w1"), w3=bank("w3"), w2=bank("w2")),
+        bank=ExpertBank(*(read.weight(f"{f}experts.{part}", "fp4") for part in ("w1", "w3", "w2"))),
         shared_w1=read.weight(f"{f}shared_experts.w1", "fp8"),
         shared_w3=read.weight(f"{f}shared_experts.w3", "fp8"),
         shared_w2=read.weight(f"{f}shared_experts.w2", "fp8"),

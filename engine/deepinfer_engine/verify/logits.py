@@ -11,8 +11,8 @@ from torch import Tensor
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.profile import load_profile
-from deepinfer_engine.engine import load_model
 from deepinfer_engine.errors import UsageError
+from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.batch import RowInput, build_batch
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def forced_logits(
             )
     ops = resolve(numerics, "cpu" if device == "cpu" else "sm90")
     profile = load_profile("cpu-nano").profile
-    model, mesh = load_model(checkpoint, Tokenizer.from_dir(model_dir), ops, profile, device=device)
+    loaded = load_model(checkpoint, Tokenizer.from_dir(model_dir), ops, profile, device=device)
     layout = KVLayout.of(config, records=ops.numerics.records)
     blocks = layout.blocks_for(max(len(p) for p in prompts) + greedy)
     out: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def forced_logits(
         def run(start: int, end: int, ids: list[int] = ids, kv: KVState = kv) -> Tensor:
             row = RowInput(ids, start, end - start, 1, range(1, blocks + 1), logits="all")
             batch = build_batch([row], layout, ngram=config.engram_max_ngram_size, device=device)
-            return model.forward(batch, kv, ops, mesh).logits
+            return loaded.model.forward(batch, kv, ops, loaded.mesh).logits
 
         step = chunk or len(ids)
         for start in range(0, len(ids), step):

@@ -7,7 +7,9 @@ spaces, then the payload; offsets count from the start of the payload, and the t
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +83,7 @@ def scan_header(path: Path, problems: list[str]) -> ShardHeader | None:
         problems.append(f"{where}: cannot be read ({exc.strerror})")
         return None
     try:
-        fields = parse_json(raw[8:])
+        fields = _parse(raw[8:])
     except ValueError as exc:
         problems.append(f"{where}: bad safetensors header ({exc})")
         return None
@@ -112,6 +114,26 @@ def _bad_start(start: bytes, size: int) -> str | None:
     return None
 
 
+_KEY = re.compile(rb'"[ \t\r\n]*:')
+
+
+def _parse(raw: bytes) -> Any:
+    """``parse_json``, four times as fast for the headers that really occur.
+
+    Without a backslash every key ends in a quote and a colon, and strings can only add such pairs; so as many pairs
+    as there are keys prove that no key came twice. Sizes and offsets are range-checked afterwards in any case.
+    """
+    if b"\\" not in raw:
+        try:
+            fields = json.loads(raw.decode())
+            keys = len(fields) + sum(map(len, fields.values()))
+            if len(_KEY.findall(raw)) == keys:
+                return fields
+        except (ValueError, RecursionError, AttributeError, TypeError):
+            pass  # not the usual form: the strict parser says what is wrong with it
+    return parse_json(raw)
+
+
 def _metadata(raw: Any, where: str, problems: list[str]) -> dict[str, str]:
     if isinstance(raw, dict) and all(isinstance(v, str) for v in raw.values()):
         return raw
@@ -137,17 +159,24 @@ def _tensors(fields: dict[str, Any], base: int, where: str, problems: list[str])
     return tensors
 
 
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+def _sizes(shape: list[Any]) -> bool:
+    return all([type(size) is int and 0 <= size < 2**48 for size in shape])  # a list is twice as fast as a generator
+
+
 def _bad_entry(entry: Any) -> str | None:
     if not isinstance(entry, dict):
         return "not an object"
-    if set(entry) != {"dtype", "shape", "data_offsets"}:
+    if len(entry) != 3 or not entry.keys() >= _FIELDS:
         return f"expected dtype, shape and data_offsets, found {printable(', '.join(sorted(entry)) or 'nothing')}"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         return f"dtype {printable(repr(dtype))} is not one this engine reads"
-    if not isinstance(shape, list) or any(type(d) is not int or not 0 <= d < 2**48 for d in shape) or len(shape) > 8:
+    if not isinstance(shape, list) or len(shape) > 8 or not _sizes(shape):
         return f"shape {printable(repr(shape))} is not a list of sizes"
-    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(o) is not int for o in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or type(offsets[0]) is not int or type(offsets[1]) is not int:
         return f"data_offsets {printable(repr(offsets))} is not a pair of integers"
     if not 0 <= offsets[0] <= offsets[1] < 2**63:
         return f"data_offsets {printable(repr(offsets))} is not a range"

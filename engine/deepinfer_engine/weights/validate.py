@@ -124,10 +124,12 @@ def _weight_map(index: dict[str, Any], problems: list[str]) -> dict[str, str]:
     if not isinstance(raw, dict) or not raw:
         raise ArtefactError(f"{INDEX_FILE}: weight_map is missing, empty or not an object")
     good: dict[str, str] = {}
+    good_files: set[str] = set()
     bad_files: set[str] = set()
     for name, file in raw.items():
-        if isinstance(file, str) and _plain_name(file):
+        if isinstance(file, str) and (file in good_files or _plain_name(file)):
             good[name] = file
+            good_files.add(file)
         elif repr(file) not in bad_files:
             bad_files.add(repr(file))
             problems.append(
@@ -173,26 +175,29 @@ def _total_size(index: dict[str, Any], headers: dict[str, ShardHeader]) -> list[
 
 def _locate(inventory: Inventory, problems: list[str]) -> dict[str, str]:
     """File of every tensor that index and headers agree on; disagreements and duplicates are reported."""
-    holders: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
+    twice: dict[str, list[str]] = {}
     for file, header in inventory.headers.items():
         for name in header.tensors:
-            holders.setdefault(name, []).append(file)
-    found: dict[str, str] = {}
-    for name, files in holders.items():
-        file = files[0]
-        if len(files) > 1:
-            problems.append(_duplicate(name, files, inventory))
-        if inventory.indexed is not None:
-            says = inventory.indexed.get(name)
-            if says is None:
-                problems.append(f"tensor {printable(name)}: found in {printable(file)}, the index does not name it")
-            elif says not in files:
-                problems.append(f"tensor {printable(name)}: index says {printable(says)}, found in {printable(file)}")
+            if name in found:
+                twice.setdefault(name, [found[name]]).append(file)
             else:
-                file = says
-        found[name] = file
-    for name, says in (inventory.indexed or {}).items():
-        if name not in holders and says in inventory.headers:
+                found[name] = file
+    problems += [_duplicate(name, files, inventory) for name, files in twice.items()]
+    if inventory.indexed is None:
+        return found
+    for name, file in found.items():
+        says = inventory.indexed.get(name)
+        if says == file:
+            continue
+        if says is None:
+            problems.append(f"tensor {printable(name)}: found in {printable(file)}, the index does not name it")
+        elif says in twice.get(name, ()):
+            found[name] = says
+        else:
+            problems.append(f"tensor {printable(name)}: index says {printable(says)}, found in {printable(file)}")
+    for name, says in inventory.indexed.items():
+        if name not in found and says in inventory.headers:
             problems.append(f"tensor {printable(name)}: index says {printable(says)}, which does not hold it")
     return found
 

@@ -11,8 +11,8 @@ from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.dist.mesh import LocalMesh, Placement
-from deepinfer_engine.engine import load_model
 from deepinfer_engine.errors import UsageError
+from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.batch import RowInput, build_batch
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -73,8 +73,8 @@ def logits(ids: list[int], ep: int, redundant: int) -> torch.Tensor:
     profile = load_profile("cpu-nano").profile
     parallel = profile.parallel.model_copy(update={"ep": ep, "redundant_experts_per_rank": redundant})
     profile = profile.model_copy(update={"parallel": parallel})
-    model, mesh = load_model(checkpoint, Tokenizer.from_dir(VECTORS / "checkpoint"), ops, profile)
+    loaded = load_model(checkpoint, Tokenizer.from_dir(VECTORS / "checkpoint"), ops, profile)
     layout = KVLayout.of(checkpoint.config, records=False)
     kv = KVState(layout, ops, slots=1, blocks=1)
     batch = build_batch([RowInput(ids, 0, len(ids), 1, [1], logits="all")], layout, ngram=4)
-    return model.forward(batch, kv, ops, mesh).logits
+    return loaded.model.forward(batch, kv, ops, loaded.mesh).logits

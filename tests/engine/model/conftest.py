@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.profile import load_profile
-from deepinfer_engine.engine import load_model
 from deepinfer_engine.model.ced import Out
+from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.batch import RowInput, build_batch
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -58,7 +58,8 @@ class Rig:
         parallel = profile.parallel.model_copy(update={"ep": self.ep, "redundant_experts_per_rank": self.redundant})
         profile = profile.model_copy(update={"parallel": parallel})
         tokenizer = Tokenizer.from_dir(self.directory)
-        self.model, self.mesh = load_model(self.checkpoint, tokenizer, self.ops, profile, device=self.device)
+        loaded = load_model(self.checkpoint, tokenizer, self.ops, profile, device=self.device)
+        self.model, self.mesh = loaded.model, loaded.mesh
 
     @cached_property
     def layout(self) -> KVLayout:

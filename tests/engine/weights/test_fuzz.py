@@ -40,6 +40,14 @@ def small(tiny, tmp_path_factory) -> Path:
     return target
 
 
+def overwrite(path: Path, data: bytes) -> None:
+    """New content without truncating to nothing first, which makes some file systems flush: slow 10,000 times."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.write(data)
+        file.truncate(len(data))
+
+
 def mutated_bytes(rng: random.Random, data: bytes, head: int) -> bytes:
     """``data`` with one to three small injuries, most of them within the first ``head`` bytes."""
     out = bytearray(data)
@@ -103,7 +111,7 @@ def test_mutated_headers(small: Path, tmp_path: Path):
             data = len(text).to_bytes(8, "little") + text + data[8 + length :]
         else:
             data = mutated_bytes(rng, data, 8 + length)
-        target.write_bytes(data)
+        overwrite(target, data)
         try:
             header = read_header(target)
         except ArtefactError as exc:
@@ -135,7 +143,7 @@ def test_mutated_indexes(small: Path, tmp_path: Path):
             if step % 2
             else json.dumps(mutated_tree(rng, tree, 4)).encode("utf-8", "surrogatepass")
         )
-        (tmp_path / INDEX).write_bytes(data)
+        overwrite(tmp_path / INDEX, data)
         try:
             Checkpoint.open(tmp_path)
         except ArtefactError as exc:
@@ -161,7 +169,7 @@ def test_mutated_configs(small: Path, tmp_path: Path):
             if step % 2
             else json.dumps(mutated_tree(rng, tree, 60)).encode("utf-8", "surrogatepass")
         )
-        (tmp_path / "config.json").write_bytes(data)
+        overwrite(tmp_path / "config.json", data)
         try:
             checkpoint = Checkpoint.open(tmp_path)
         except ArtefactError as exc:

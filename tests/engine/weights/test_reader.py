@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from deepinfer_engine.errors import CheckpointError, UsageError
 from deepinfer_engine.weights import read_plan as rp
 from deepinfer_engine.weights.checkpoint import Checkpoint
