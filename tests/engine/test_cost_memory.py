@@ -180,6 +180,7 @@ def test_plan_is_what_the_engine_holds():
     import warnings
 
     import torch
+
     from deepinfer_engine.config.profile import load_profile
     from deepinfer_engine.config.resources import model_dir
     from deepinfer_engine.engine import Engine
