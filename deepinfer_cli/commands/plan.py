@@ -149,7 +149,7 @@ def command(
              "--rate-scale": rate_scale, "--requests": requests, "--efficiency": efficiency or None,
              "--router": router, "--placement": placement, "--ttl-s": ttl_s, "--cost-error": cost_error,
              "--snapshot-ms": snapshot_ms, "--seed": seed}  # fmt: skip
-    _check_limits(ttft_ms, tpot_ms)
+    _check_limits({"--ttft-ms": ttft_ms, "--tpot-ms": tpot_ms, "--hbm": hbm})
     if check_anchors:
         limits = {"--hit-rate": hit_rate, "--ttft-ms": ttft_ms, "--tpot-ms": tpot_ms}
         _refuse({**planned, **lengths, **limits, **fleet, "--simulate": simulate}, "--check-anchors")
@@ -182,10 +182,11 @@ def _refuse(given: Mapping[str, object], mode: str, hint: str | None = None) -> 
             raise UsageError(f"{name} does nothing with {mode}", hint=hint or f"leave out {name} or {mode}")
 
 
-def _check_limits(ttft_ms: float | None, tpot_ms: float | None) -> None:
-    for name, value in (("--ttft-ms", ttft_ms), ("--tpot-ms", tpot_ms)):
+def _check_limits(given: Mapping[str, float | None]) -> None:
+    for name, value in given.items():
         if value is not None and not 0 < value < 1e9:
-            raise UsageError(f"{name} is {value}, expected milliseconds above 0")
+            unit = "GiB" if name == "--hbm" else "milliseconds"
+            raise UsageError(f"{name} is {value:g}, expected {unit} above 0")
 
 
 def tokens(text: str, name: str) -> int:
@@ -262,8 +263,11 @@ def _plan(
     from deepinfer_engine.sim.deployment import plan_deployment
 
     model = _find_model(model_name, loaded.profile.hardware.platform)
-    if write is not None and write.exists():
-        raise UsageError(f"--write {write}: the file exists", hint="choose another name")
+    if write is not None:
+        if write.exists():
+            raise UsageError(f"--write {write}: the file exists", hint="choose another name")
+        if not write.parent.is_dir():
+            raise UsageError(f"--write {write}: there is no folder {write.parent}")
     plan = plan_deployment(loaded.profile, model, workload=workload, slo=slo, hbm_gib=hbm)
     before: DeploymentPlan | None = None
     if healthy is not None:

@@ -88,8 +88,9 @@ class DeploymentPlan:
         """Raise ``CapacityError`` with need, have and the largest knob when a rank's memory is too small."""
         if self.have_bytes is None or self.memory.device_bytes <= self.have_bytes:
             return
+        who = "the process" if self.profile.hardware.platform == "cpu" else "a rank"
         raise CapacityError(
-            f"a rank needs {self.memory.device_bytes / GIB:.1f} GiB, it has {self.have_bytes / GIB:.1f} GiB",
+            f"{who} needs {self.memory.device_bytes / GIB:.1f} GiB, it has {self.have_bytes / GIB:.1f} GiB",
             hint=_knob(self),
         )
 

@@ -48,6 +48,8 @@ def draft_profile(
         )
     if hardware.gpus < 1:
         raise UsageError(f"--gpus {hardware.gpus}: at least one is needed")
+    if rows is not None and rows < 1:
+        raise UsageError(f"--rows {rows}: at least one is needed")
     limit = model.config.max_position_embeddings
     if context is not None and context > limit:
         raise UsageError(f"--context {context} exceeds the model's {limit} positions")
