@@ -21,6 +21,7 @@ class Verb(NamedTuple):
 #: In the order of ``deepinfer --help``.
 VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
+    Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
     Verb("doctor", "deepinfer_cli.commands.doctor", "What this machine has, lacks, and how to fix it."),
