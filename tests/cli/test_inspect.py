@@ -137,20 +137,6 @@ def test_inspect_needs_no_torch_and_less_than_100_ms():
     subprocess.run([sys.executable, "-c", code], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)
 
 
-if __name__ == "__main__":
-    import contextlib
-    import io
-
-    os.environ["COLUMNS"] = "100"
-    for kept, arguments in KEPT.items():
-        stream = io.StringIO()
-        with contextlib.redirect_stdout(stream), contextlib.suppress(typer.Exit):
-            loaded = cli._load("inspect", "deepinfer_cli.commands.inspect", "")
-            with loaded.make_context("deepinfer inspect", list(arguments)) as context:
-                loaded.invoke(context)
-        (TEXTS / f"{kept}.txt").write_text(stream.getvalue(), encoding="utf-8")
-
-
 def test_read_times_every_shard_of_a_rank_beside_its_disk(capsys):
     directory = Path(__file__).resolve().parents[1] / "vectors" / "v41-tiny-a" / "checkpoint"
     assert cli.main(["inspect", str(directory), "--ep", "4", "--read", "--rank", "1", "--format", "json"]) == 0
@@ -171,3 +157,17 @@ def test_read_options_that_cannot_be_honoured_are_refused(capsys, options, sente
     config = Path(__file__).resolve().parents[1] / "vectors" / "v41-flash-config.json"
     assert cli.main(["inspect", str(config), *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    import contextlib
+    import io
+
+    os.environ["COLUMNS"] = "100"
+    for kept, arguments in KEPT.items():
+        stream = io.StringIO()
+        with contextlib.redirect_stdout(stream), contextlib.suppress(typer.Exit):
+            loaded = cli._load("inspect", "deepinfer_cli.commands.inspect", "")
+            with loaded.make_context("deepinfer inspect", list(arguments)) as context:
+                loaded.invoke(context)
+        (TEXTS / f"{kept}.txt").write_text(stream.getvalue(), encoding="utf-8")
