@@ -1,7 +1,7 @@
 """``deepinfer eplb-plan STATS``: plan expert placement from routing statistics of any engine, offline.
 
-Reads statistics, prints a report, writes the plan beside the input and, on request, in peers' formats. ``--bench RECIPE`` measures the
-planner against the peers that are installed.
+Reads statistics, prints a report, writes the plan beside the input and, on request, in peers' formats. ``--bench
+RECIPE`` measures the planner against the peers that are installed.
 """
 
 from __future__ import annotations
@@ -49,40 +49,91 @@ SIZES, PLANNING, JUDGING, OUTPUT, BENCH = "Sizes", "Planning", "Judging", "Outpu
 
 
 def command(
-    stats: Annotated[Path | None, typer.Argument(help="Statistics: .npz, .npy, .pt, .json or a folder.", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: the file's ep.", rich_help_panel=SIZES)] = None,
-    slots_per_rank: Annotated[int | None, typer.Option(help="Expert slots on every rank.", rich_help_panel=SIZES)] = None,
-    redundant_per_rank: Annotated[int | None, typer.Option(help="Slots per rank beyond the even share; default 1.", rich_help_panel=SIZES)] = None,
-    alive: Annotated[str | None, typer.Option(help="Ranks that are alive, for example 0-11,13.", rich_help_panel=SIZES)] = None,
+    stats: Annotated[
+        Path | None, typer.Argument(help="Statistics: .npz, .npy, .pt, .json or a folder.", show_default=False)
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Expert-parallel ranks; default: the file's ep.", rich_help_panel=SIZES)
+    ] = None,
+    slots_per_rank: Annotated[
+        int | None, typer.Option(help="Expert slots on every rank.", rich_help_panel=SIZES)
+    ] = None,
+    redundant_per_rank: Annotated[
+        int | None, typer.Option(help="Slots per rank beyond the even share; default 1.", rich_help_panel=SIZES)
+    ] = None,
+    alive: Annotated[
+        str | None, typer.Option(help="Ranks that are alive, for example 0-11,13.", rich_help_panel=SIZES)
+    ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes, to keep expert groups inside one.", rich_help_panel=SIZES)] = 1,
-    groups: Annotated[int | None, typer.Option(help="Expert groups; default: one per node.", rich_help_panel=SIZES)] = None,
-    input_kind: Annotated[Input, typer.Option("--input", help="Form of the statistics.", rich_help_panel=PLANNING)] = Input.auto,
-    recorded_under: Annotated[Path | None, typer.Option(help="Plan whose physical slots were counted.", rich_help_panel=PLANNING)] = None,
-    old: Annotated[Path | None, typer.Option(help="Plan that runs now; moves away from it cost.", rich_help_panel=PLANNING)] = None,
-    move_price: Annotated[float, typer.Option(help="Price of a received expert, in mean rank costs.", rich_help_panel=PLANNING)] = 0.25,
-    max_moves: Annotated[int | None, typer.Option(help="Most experts received per layer.", rich_help_panel=PLANNING)] = None,
+    groups: Annotated[
+        int | None, typer.Option(help="Expert groups; default: one per node.", rich_help_panel=SIZES)
+    ] = None,
+    input_kind: Annotated[
+        Input, typer.Option("--input", help="Form of the statistics.", rich_help_panel=PLANNING)
+    ] = Input.auto,
+    recorded_under: Annotated[
+        Path | None, typer.Option(help="Plan whose physical slots were counted.", rich_help_panel=PLANNING)
+    ] = None,
+    old: Annotated[
+        Path | None, typer.Option(help="Plan that runs now; moves away from it cost.", rich_help_panel=PLANNING)
+    ] = None,
+    move_price: Annotated[
+        float, typer.Option(help="Price of a received expert, in mean rank costs.", rich_help_panel=PLANNING)
+    ] = 0.25,
+    max_moves: Annotated[
+        int | None, typer.Option(help="Most experts received per layer.", rich_help_panel=PLANNING)
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Use only the newest steps.", rich_help_panel=PLANNING)] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; the plan is the same for any number.", rich_help_panel=PLANNING)] = None,
-    loop: Annotated[Loop, typer.Option(help="Inner loop; both return the same plan.", rich_help_panel=PLANNING)] = Loop.auto,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where the compiled loop is kept.", rich_help_panel=PLANNING)] = None,
-    holdout: Annotated[float | None, typer.Option(help="Newest fraction to judge on; default 0.2 from 50 steps.", rich_help_panel=JUDGING)] = None,
-    dispatch: Annotated[Dispatch, typer.Option(help="How tokens choose a replica, for judging.", rich_help_panel=JUDGING)] = Dispatch.even,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads; the plan is the same for any number.", rich_help_panel=PLANNING)
+    ] = None,
+    loop: Annotated[
+        Loop, typer.Option(help="Inner loop; both return the same plan.", rich_help_panel=PLANNING)
+    ] = Loop.auto,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where the compiled loop is kept.", rich_help_panel=PLANNING)
+    ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(help="Newest fraction to judge on; default 0.2 from 50 steps.", rich_help_panel=JUDGING),
+    ] = None,
+    dispatch: Annotated[
+        Dispatch, typer.Option(help="How tokens choose a replica, for judging.", rich_help_panel=JUDGING)
+    ] = Dispatch.even,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the hash dispatch.", rich_help_panel=JUDGING)] = 0,
-    expert_bytes: Annotated[int | None, typer.Option(help="Bytes of one expert; default V4.1-Flash FP4.", rich_help_panel=JUDGING)] = None,
-    link_gb_s: Annotated[float | None, typer.Option(help="Link bandwidth per rank, GB/s; default 50.", rich_help_panel=JUDGING)] = None,
-    moe_ms: Annotated[float | None, typer.Option(help="MoE time of a balanced step, ms; default 10.", rich_help_panel=JUDGING)] = None,
+    expert_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of one expert; default V4.1-Flash FP4.", rich_help_panel=JUDGING)
+    ] = None,
+    link_gb_s: Annotated[
+        float | None, typer.Option(help="Link bandwidth per rank, GB/s; default 50.", rich_help_panel=JUDGING)
+    ] = None,
+    moe_ms: Annotated[
+        float | None, typer.Option(help="MoE time of a balanced step, ms; default 10.", rich_help_panel=JUDGING)
+    ] = None,
     horizon_steps: Annotated[int, typer.Option(help="Steps until the next re-plan.", rich_help_panel=JUDGING)] = 10_000,
-    ladder: Annotated[bool, typer.Option(help="Also plan 0, 1, 2 and 4 redundant experts per rank.", rich_help_panel=JUDGING)] = True,
-    out: Annotated[Path | None, typer.Option(help="Plan file; default: beside the input.", rich_help_panel=OUTPUT)] = None,
-    export: Annotated[list[str] | None, typer.Option(help="KIND:PATH, KIND sglang|trtllm|ascend|npz.", rich_help_panel=OUTPUT)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture of rank loads before and after.", rich_help_panel=OUTPUT)] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Form of the report.", rich_help_panel=OUTPUT)] = Format.table,
-    bench: Annotated[Path | None, typer.Option(help="Compare planners on this recipe instead.", rich_help_panel=BENCH)] = None,
+    ladder: Annotated[
+        bool, typer.Option(help="Also plan 0, 1, 2 and 4 redundant experts per rank.", rich_help_panel=JUDGING)
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Plan file; default: beside the input.", rich_help_panel=OUTPUT)
+    ] = None,
+    export: Annotated[
+        list[str] | None, typer.Option(help="KIND:PATH, KIND sglang|trtllm|ascend|npz.", rich_help_panel=OUTPUT)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture of rank loads before and after.", rich_help_panel=OUTPUT)
+    ] = None,
+    format_: Annotated[
+        Format, typer.Option("--format", help="Form of the report.", rich_help_panel=OUTPUT)
+    ] = Format.table,
+    bench: Annotated[
+        Path | None, typer.Option(help="Compare planners on this recipe instead.", rich_help_panel=BENCH)
+    ] = None,
 ) -> None:
     """Plan where experts live from routing statistics.
 
-    STATS alone is enough when it is a deepinfer statistics file. The plan is written beside it as NAME.plan.json; when moving
-    does not pay, that is the old plan.
+    STATS alone is enough when it is a deepinfer statistics file. The plan is written beside it as NAME.plan.json; when
+    moving does not pay, that is the old plan.
     """  # fmt: skip
     from deepinfer_engine.errors import UsageError
 
@@ -116,7 +167,9 @@ def command(
     loops, why = choose_loops(loop, cache_dir)
     outcome = planner.run_job(job, loops)
 
-    target = out or stats.with_name(f"{stats.name.removesuffix(stats.suffix) if stats.is_file() else stats.name}.plan.json")
+    target = out or stats.with_name(
+        f"{stats.name.removesuffix(stats.suffix) if stats.is_file() else stats.name}.plan.json"
+    )
     _refuse_overwrite(target, stats, old, recorded_under)
     write_plan(outcome.plan, target)
     written = [f"plan: {target}"]
@@ -218,10 +271,18 @@ def _print(outcome: Outcome, job: Job, notes: list[str], written: list[str], for
 def _bench(recipe: Path, threads: int, loop: Loop, cache_dir: Path | None, format_: Format, out: Path | None) -> None:
     import json
 
-    from deepinfer_engine.eplb import bench
+    from deepinfer_engine.eplb import bench, replan
 
     loops, why = choose_loops(loop, cache_dir)
-    result = bench.run_bench(bench.read_recipe(recipe), loops, threads, log=lambda text: typer.echo(text, err=True))
+    wanted = bench.read_recipe(recipe)
+
+    def log(text: str) -> None:
+        typer.echo(text, err=True)
+
+    if wanted.replans:
+        result = replan.run_replan(wanted, wanted.replans, loops, threads, log)
+    else:
+        result = bench.run_bench(wanted, loops, threads, log)
     values = result.to_dict()
     if out is not None:
         from deepinfer_engine.eplb.plan import write_text
@@ -230,6 +291,9 @@ def _bench(recipe: Path, threads: int, loop: Loop, cache_dir: Path | None, forma
     if format_ is Format.json:
         typer.echo(json.dumps(values, allow_nan=False))
         return
-    from deepinfer_cli.commands.eplb_tables import print_bench
+    from deepinfer_cli.commands.eplb_tables import print_bench, print_replan
 
-    print_bench(result, why)
+    if isinstance(result, bench.BenchResult):
+        print_bench(result, why)
+    else:
+        print_replan(result, why)

@@ -20,7 +20,8 @@ def require_matplotlib() -> None:
 
 
 def relative_loads(counts_MLE: np.ndarray, plan: ExpertPlan) -> np.ndarray:
-    """Load of every live rank ÷ mean rank load, averaged over layers with tokens: [2, R] as mean and worst step decile."""
+    """Load of every live rank ÷ mean rank load, averaged over layers with tokens: [2, R] as mean and worst step
+    decile."""
     live = [r for r in range(plan.ranks) if r not in plan.dead_ranks]
     mean, high = [], []
     for k in range(plan.layers):
@@ -38,8 +39,8 @@ def relative_loads(counts_MLE: np.ndarray, plan: ExpertPlan) -> np.ndarray:
 def plot_loads(counts_MLE: np.ndarray, before: ExpertPlan, after: ExpertPlan, path: Path) -> None:
     """Write a picture of rank loads under both plans; the suffix of ``path`` chooses the format."""
     require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
