@@ -79,7 +79,7 @@ def command(
     ] = None,
     move_price: Annotated[
         float, typer.Option(help="Price of a received expert, in mean rank costs.", rich_help_panel=PLANNING)
-    ] = 0.25,
+    ] = 0.1,
     max_moves: Annotated[
         int | None, typer.Option(help="Most experts received per layer.", rich_help_panel=PLANNING)
     ] = None,
@@ -170,7 +170,8 @@ def command(
     target = out or stats.with_name(
         f"{stats.name.removesuffix(stats.suffix) if stats.is_file() else stats.name}.plan.json"
     )
-    _refuse_overwrite(target, stats, old, recorded_under)
+    for path in (target, *(path for _, path in exports), *filter(None, (plot,))):
+        _refuse_overwrite(path, stats, old, recorded_under)
     write_plan(outcome.plan, target)
     written = [f"plan: {target}"]
     for kind, path in exports:
@@ -247,7 +248,9 @@ def _refuse_overwrite(target: Path, *inputs: Path | None) -> None:
     from deepinfer_engine.errors import UsageError
 
     if any(p is not None and p.exists() and target.exists() and p.samefile(target) for p in inputs):
-        raise UsageError(f"--out {target} is one of the inputs", hint="give another --out")
+        raise UsageError(
+            f"{target} would be written, but is one of the inputs", hint="give another --out, --export or --plot"
+        )
 
 
 def _exported(plan: ExpertPlan, kind: str, path: Path) -> list[str]:

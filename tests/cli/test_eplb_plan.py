@@ -265,9 +265,17 @@ def test_statistics_of_another_model_end_with_exit_4(stats, tmp_path):
     assert isinstance(e, DeepInferError) and e.exit_code == 4 and "another model" in e.message
 
 
-def test_inputs_are_not_overwritten(stats):
-    e = run(stats, "--out", stats)
+@pytest.mark.parametrize("option", ["--out", "--export"])
+def test_inputs_are_not_overwritten(stats, option):
+    before = stats.read_bytes()
+    e = run(stats, option, stats if option == "--out" else f"npz:{stats}")
     assert isinstance(e, DeepInferError) and e.exit_code == 2 and "is one of the inputs" in e.message
+    assert stats.read_bytes() == before
+
+
+def test_folder_that_cannot_be_written_ends_with_exit_3(stats, tmp_path):
+    e = run(stats, "--out", tmp_path / "absent" / "plan.json")
+    assert isinstance(e, NotReadyError) and e.exit_code == 3 and "cannot write" in e.message
 
 
 def test_plot_without_matplotlib_names_the_extra(stats, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_engine.eplb.placement import MAX_REPLICAS, colocated
-from deepinfer_engine.errors import ArtefactError
+from deepinfer_engine.errors import ArtefactError, NotReadyError
 
 FORMAT = "deepinfer.expert_plan"
 VERSION = 1
@@ -222,7 +222,7 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)
     except OSError as e:
-        raise ArtefactError(f"cannot write {path}: {e.strerror}") from e
+        raise NotReadyError(f"cannot write {path}: {e.strerror}") from e
     finally:
         part.unlink(missing_ok=True)
 

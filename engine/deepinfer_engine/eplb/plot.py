@@ -10,7 +10,7 @@ import numpy as np
 
 from deepinfer_engine.eplb.plan import ExpertPlan
 from deepinfer_engine.eplb.score import rank_loads
-from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
+from deepinfer_engine.errors import NotReadyError, UsageError
 
 
 def require_matplotlib() -> None:
@@ -59,6 +59,6 @@ def plot_loads(counts_MLE: np.ndarray, before: ExpertPlan, after: ExpertPlan, pa
     except ValueError as e:
         raise UsageError(f"{path}: {e}") from e
     except OSError as e:
-        raise ArtefactError(f"cannot write {path}: {e.strerror}") from e
+        raise NotReadyError(f"cannot write {path}: {e.strerror}") from e
     finally:
         part.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_engine.errors import ArtefactError
+from deepinfer_engine.errors import ArtefactError, NotReadyError
 
 #: Most bytes of arrays read from one file: 1000 steps x 61 layers x 384 experts of int64 are 0.19 GB.
 MAX_ARRAY_BYTES = 2 << 30
@@ -191,7 +191,7 @@ def write_npz(path: Path, arrays: dict[str, Any]) -> None:
             np.savez_compressed(f, allow_pickle=False, **arrays)
         os.replace(part, path)
     except OSError as e:
-        raise ArtefactError(f"cannot write {path}: {e.strerror}") from e
+        raise NotReadyError(f"cannot write {path}: {e.strerror}") from e
     finally:
         part.unlink(missing_ok=True)
 
