@@ -78,8 +78,8 @@ def command(
         Path | None, typer.Option(help="Plan that runs now; moves away from it cost.", rich_help_panel=PLANNING)
     ] = None,
     move_price: Annotated[
-        float, typer.Option(help="Price of a received expert, in mean rank costs.", rich_help_panel=PLANNING)
-    ] = 0.1,
+        float, typer.Option(help="Price of a received expert, in average rank costs.", rich_help_panel=PLANNING)
+    ] = 0.05,
     max_moves: Annotated[
         int | None, typer.Option(help="Most experts received per layer.", rich_help_panel=PLANNING)
     ] = None,
