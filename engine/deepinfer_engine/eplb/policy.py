@@ -126,7 +126,7 @@ class PlanSettings:
     experts per layer.
     """
 
-    move_price: float = 0.05
+    move_price: float = 0.1
     max_moves: int | None = None
     threads: int = 1
 

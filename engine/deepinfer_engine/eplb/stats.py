@@ -14,6 +14,7 @@ import difflib
 import hashlib
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -229,7 +230,7 @@ def read_npz(path: Path, limit: int = MAX_ARRAY_BYTES) -> dict[str, np.ndarray]:
         raise ArtefactError(f"{path}: damaged or not a NumPy .npz file: {e}") from e
     except OSError as e:
         raise ArtefactError(f"cannot read {path}: {e.strerror or e}") from e
-    except zipfile.zlib.error as e:  # type: ignore[attr-defined]
+    except zlib.error as e:
         raise ArtefactError(f"{path}: damaged data: {e}") from e
 
 
