@@ -24,6 +24,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
     Verb("eval", "deepinfer_cli.commands.eval", "Measure accuracy on our engine or on any endpoint."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
+    Verb("eplb-plan", "deepinfer_cli.commands.eplb_plan", "Plan where experts live from recorded loads."),
     Verb("fetch-weights", "deepinfer_cli.commands.fetch_weights", "Fetch a checkpoint, resumable and hash-checked."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
     Verb("plan", "deepinfer_cli.commands.plan", "Say what fits, how fast it may be, and where each number is from."),
