@@ -24,7 +24,7 @@ from tests.tiny_model import write_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), n_routed_experts=6, hc_sinkhorn_iters=3)
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 class Mix:
