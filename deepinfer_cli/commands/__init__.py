@@ -22,8 +22,11 @@ class Verb(NamedTuple):
 VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
     Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
+    Verb("eval", "deepinfer_cli.commands.eval", "Measure accuracy on our engine or on any endpoint."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
+    Verb("fetch-weights", "deepinfer_cli.commands.fetch_weights", "Fetch a checkpoint, resumable and hash-checked."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
+    Verb("plan", "deepinfer_cli.commands.plan", "Say what fits, how fast it may be, and where each number is from."),
     Verb("doctor", "deepinfer_cli.commands.doctor", "What this machine has, lacks, and how to fix it."),
     Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
 )

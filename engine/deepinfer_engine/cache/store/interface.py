@@ -1,0 +1,146 @@
+"""``BlockStore``: what every persistent tier does. It may lose a block; it never hands out a wrong byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from deepinfer_engine.cache.prefix import Key
+from deepinfer_engine.cache.tiers import Payload
+from deepinfer_engine.errors import ArtefactError, NotReadyError
+
+TrafficClass = Literal["agent", "chat"]
+_MARKER = "store.json"
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Where and how blocks are kept. Sizes in bytes; ``ttl_s`` by traffic class, counted from the last use.
+
+    ``namespace`` starts every key (``prefix.namespace_root``); ``sections`` are (layer, bytes) of a payload. A store
+    opened without a namespace reads, checks and cleans, but takes no blocks.
+    """
+
+    path: Path
+    ttl_s: dict[TrafficClass, int] = field(default_factory=lambda: {"agent": 259_200, "chat": 604_800})
+    capacity: int = 0
+    namespace: bytes | None = None
+    sections: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass
+class StoreStats:
+    """Counts since opening, and what is on disk (``blocks``, ``bytes``, ``files``) when asked for."""
+
+    backend: str
+    direct: bool = False
+    blocks: int = 0
+    expired: int = 0
+    bytes: int = 0
+    files: int = 0
+    puts: int = 0
+    already: int = 0
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    recovered: int = 0
+    renewed: int = 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One record that was read: ``problem`` is empty when every byte is right."""
+
+    file: str
+    offset: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What a collection removed."""
+
+    files: int
+    bytes: int
+    blocks: int
+
+
+class BlockStore(Protocol):
+    """Safe to call from several threads. Expired, missing, torn and flipped records are all misses."""
+
+    def match(self, keys: Sequence[Key]) -> int:
+        """Length of the longest run of ``keys`` from the first on that is indexed; reads no payload."""
+        ...
+
+    def put(self, key: Key, payload: Payload, traffic: TrafficClass = "chat") -> bool:
+        """Keep a block; False when it is there already. It is acknowledged when this returns."""
+        ...
+
+    def get(self, keys: Sequence[Key]) -> list[Payload | None]:
+        """Payloads in order, None for misses."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything acknowledged visible to other processes."""
+        ...
+
+    def collect(self, now: float) -> Cleaned:
+        """Remove what has expired, then the oldest above the capacity."""
+        ...
+
+    def check(self) -> Iterator[Checked]:
+        """Read every record and compare every checksum."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None: ...
+
+
+def claim_folder(path: Path, backend: str) -> None:
+    """Make the folder of a store and say in it whose format it is; refuse one that holds anything else."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        found = backend_of(path)
+        if found is None:
+            if any(path.iterdir()):
+                raise ArtefactError(
+                    f"{path}: not empty and not a KV store", hint="give cache.store.path an empty folder"
+                )
+            part = path / f".{_MARKER}.{os.getpid()}.part"
+            part.write_text(json.dumps({"format": "deepinfer-kv", "version": 1, "backend": backend}) + "\n")
+            part.replace(path / _MARKER)
+        elif found != backend:
+            raise ArtefactError(f"{path}: a {found} store, the profile asks for {backend}")
+    except OSError as exc:
+        raise NotReadyError(f"{path}: cannot hold a KV store: {exc.strerror}") from None
+
+
+def backend_of(path: Path) -> str | None:
+    """Backend of the store in a folder; None when there is no store."""
+    try:
+        marker = json.loads((path / _MARKER).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        raise ArtefactError(f"{path / _MARKER}: cannot be read: {exc}") from None
+    if not isinstance(marker, dict) or marker.get("format") != "deepinfer-kv" or marker.get("version") != 1:
+        raise ArtefactError(f"{path / _MARKER}: not a version 1 KV store")
+    return str(marker.get("backend"))
+
+
+def open_store(options: StoreOptions, backend: str, clock: Callable[[], float] | None = None) -> BlockStore:
+    """The store of a profile (backend segment or posix)."""
+    import time
+
+    from deepinfer_engine.cache.store.posix import PosixStore
+    from deepinfer_engine.cache.store.segment import SegmentStore
+
+    kinds = {"segment": SegmentStore, "posix": PosixStore}
+    if backend not in kinds:
+        raise ArtefactError(f"{options.path}: backend {backend!r} is none of {', '.join(kinds)}")
+    return kinds[backend](options, clock or time.time)

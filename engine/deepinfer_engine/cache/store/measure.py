@@ -1,0 +1,136 @@
+"""Speed of a store on a disk beside plain unbuffered I/O of the same size and depth, in interleaved rounds.
+
+A round is: plain writes, puts, plain random reads, random gets, all through the same number of threads. Plain writes
+go to a preallocated file that was never written, as a log's do (``fresh``), and over a written one (``rewrite``), which
+is the best the file system can do and what no store of new blocks does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_engine.cache.store.direct import Buffers, open_direct, write_all
+from deepinfer_engine.cache.store.interface import StoreOptions, open_store
+from deepinfer_engine.cache.tiers import Payload
+from deepinfer_engine.errors import NotReadyError
+
+#: 112 KiB, the published size of a block
+BLOCK_BYTES = 112 * 1024
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """MiB/s of 112 KiB blocks, one value per round; ``direct``: the page cache was bypassed."""
+
+    fresh: tuple[float, ...]
+    rewrite: tuple[float, ...]
+    put: tuple[float, ...]
+    read: tuple[float, ...]
+    get: tuple[float, ...]
+    direct: bool
+
+    def ratios(self) -> dict[str, float]:
+        """Ratios of the medians."""
+        mid = {name: statistics.median(getattr(self, name)) for name in ("fresh", "rewrite", "put", "read", "get")}
+        return {
+            "put / fresh": mid["put"] / mid["fresh"],
+            "put / rewrite": mid["put"] / mid["rewrite"],
+            "get / read": mid["get"] / mid["read"],
+        }
+
+
+def measure_store(
+    folder: Path,
+    backend: str,
+    *,
+    depth: int = 8,
+    rounds: int = 7,
+    blocks: int = 512,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Speeds:
+    """Speeds in a temporary folder inside ``folder``, which is removed again.
+
+    Raises ``NotReadyError`` when the folder cannot be written or a block does not come back.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".deepinfer-kv-") as name:
+            return _measure(Path(name), backend, depth, rounds, blocks, progress)
+    except OSError as exc:
+        raise NotReadyError(f"{folder}: cannot measure: {exc.strerror}") from None
+
+
+def _measure(
+    base: Path, backend: str, depth: int, rounds: int, blocks: int, progress: Callable[[int, int], None]
+) -> Speeds:
+    rng = random.Random(0)
+    data = [rng.randbytes(BLOCK_BYTES) for _ in range(16)]
+    buffers = Buffers()
+    store = open_store(StoreOptions(base / "kv", namespace=bytes(32)), backend)
+
+    def key_of(i: int) -> bytes:
+        return i.to_bytes(32, "little")
+
+    def writer(fd: int) -> Callable[[int], None]:
+        def write(i: int) -> None:
+            buffer = buffers.get(BLOCK_BYTES)
+            buffer[:BLOCK_BYTES] = data[i % 16]
+            write_all(fd, memoryview(buffer)[:BLOCK_BYTES], i % blocks * BLOCK_BYTES)
+
+        return write
+
+    def put(i: int) -> None:
+        store.put(key_of(i), Payload(data[i % 16]))
+
+    def get(i: int) -> None:
+        payload = store.get([key_of(i)])[0]
+        if payload is None or payload.data != data[i % 16]:
+            raise NotReadyError(f"{base}: block {i} did not come back")
+
+    seconds: dict[str, list[float]] = {name: [] for name in ("fresh", "rewrite", "put", "read", "get")}
+    direct = False
+    try:
+        with ThreadPoolExecutor(depth) as pool:
+            for turn in range(rounds):
+                items = list(range(turn * blocks, (turn + 1) * blocks))
+                order = rng.sample(items, blocks)
+                fd, direct = open_direct(base / f"plain-{turn}", os.O_RDWR | os.O_CREAT)
+                os.posix_fallocate(fd, 0, blocks * BLOCK_BYTES)
+
+                def read(i: int, fd: int = fd) -> None:
+                    os.preadv(fd, [memoryview(buffers.get(BLOCK_BYTES))[:BLOCK_BYTES]], i % blocks * BLOCK_BYTES)
+
+                write = writer(fd)
+                for name, act, todo in (
+                    ("fresh", write, items),
+                    ("put", put, items),
+                    ("read", read, order),
+                    ("get", get, order),
+                    ("rewrite", write, items),
+                ):
+                    seconds[name].append(_timed(pool, depth, act, todo))
+                os.close(fd)
+                (base / f"plain-{turn}").unlink()
+                progress(turn + 1, rounds)
+    finally:
+        store.close()
+    mib = blocks * BLOCK_BYTES / 2**20
+    speeds = {name: tuple(mib / s for s in values) for name, values in seconds.items()}
+    return Speeds(direct=direct, **speeds)
+
+
+def _timed(pool: ThreadPoolExecutor, depth: int, act: Callable[[int], None], items: list[int]) -> float:
+    def lane(first: int) -> None:
+        for i in items[first::depth]:
+            act(i)
+
+    begin = time.perf_counter()
+    list(pool.map(lane, range(depth)))
+    return time.perf_counter() - begin

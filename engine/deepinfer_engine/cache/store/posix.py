@@ -1,0 +1,219 @@
+"""One file per block, for a shared mount that needs nothing else (3FS, NFS, Lustre).
+
+    <path>/<namespace>/<aa>/<bb>/<key>.kv
+
+Written under a temporary name, then renamed. The modification time is the last use: it is set anew when half of the
+lifetime is over, so a block expires its lifetime after its last use. Removing many blocks is slow; the segment log is
+the store for a local disk.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from deepinfer_engine.cache.prefix import Key
+from deepinfer_engine.cache.store.direct import Buffers, open_direct, write_all
+from deepinfer_engine.cache.store.interface import (
+    Checked,
+    Cleaned,
+    StoreOptions,
+    StoreStats,
+    TrafficClass,
+    claim_folder,
+)
+from deepinfer_engine.cache.store.record import PAGE, BadRecord, Header, decode, decode_header, encode, record_bytes
+from deepinfer_engine.cache.tiers import Payload
+from deepinfer_engine.errors import CapacityError, UsageError
+
+_READERS = 8
+_LOW_WATER = 0.9
+#: a temporary file this old was left by a process that died
+_ORPHAN_S = 3600
+
+
+class PosixStore:
+    """See the module's text; ``BlockStore`` has the contract."""
+
+    def __init__(self, options: StoreOptions, clock: Callable[[], float] = time.time):
+        claim_folder(options.path, "posix")
+        self.options = options
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._buffers = Buffers()
+        self._pool: ThreadPoolExecutor | None = None
+        self._stats = StoreStats("posix")
+
+    def _path(self, key: Key) -> Path:
+        if self.options.namespace is None:
+            raise UsageError(f"{self.options.path}: opened without a namespace, finds no blocks")
+        name = key.hex()
+        return self.options.path / self.options.namespace[:8].hex() / name[:2] / name[2:4] / f"{name}.kv"
+
+    def match(self, keys: Sequence[Key]) -> int:
+        """See ``BlockStore``; one stat call per key."""
+        shortest = self._clock() - max(self.options.ttl_s.values())
+        for i, key in enumerate(keys):
+            try:
+                if os.stat(self._path(key)).st_mtime <= shortest:
+                    return i
+            except FileNotFoundError:
+                return i
+        return len(keys)
+
+    def put(self, key: Key, payload: Payload, traffic: TrafficClass = "chat") -> bool:
+        """See ``BlockStore``."""
+        path, now, ttl = self._path(key), self._clock(), self.options.ttl_s[traffic]
+        if path.exists() and path.stat().st_mtime + ttl / 2 > now:
+            with self._lock:
+                self._stats.already += 1
+            return False
+        size = record_bytes(len(payload.data))
+        buffer = self._buffers.get(size)
+        encode(
+            buffer,
+            key,
+            payload,
+            namespace=self.options.namespace or b"",
+            created=int(now),
+            expiry=int(now) + ttl,
+            sections=self.options.sections,
+        )
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd, self._stats.direct = open_direct(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(fd, memoryview(buffer)[:size], 0)
+                os.utime(fd, (now, now))
+            finally:
+                os.close(fd)
+            part.rename(path)
+        except OSError as exc:
+            part.unlink(missing_ok=True)
+            raise CapacityError(f"{path}: cannot be written: {exc.strerror}") from None
+        with self._lock:
+            self._stats.puts += 1
+        return True
+
+    def get(self, keys: Sequence[Key]) -> list[Payload | None]:
+        """See ``BlockStore``; up to eight reads are in flight."""
+        if len(keys) <= 1:
+            out = [self._get_one(key) for key in keys]
+        else:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+            out = list(self._pool.map(self._get_one, keys))
+        hits = sum(payload is not None for payload in out)
+        with self._lock:
+            self._stats.hits += hits
+            self._stats.misses += len(keys) - hits
+        return out
+
+    def _get_one(self, key: Key) -> Payload | None:
+        path, now = self._path(key), self._clock()
+        try:
+            header, payload, used = self._read(path, key)
+        except FileNotFoundError:
+            return None
+        except BadRecord:
+            path.unlink(missing_ok=True)
+            with self._lock:
+                self._stats.corrupt += 1
+            return None
+        ttl = header.expiry - header.created
+        if used + ttl <= now:
+            return None
+        if used + ttl / 2 <= now:
+            try:
+                os.utime(path, (now, now))
+            except FileNotFoundError:
+                return payload  # removed meanwhile; what was read is still right
+            with self._lock:
+                self._stats.renewed += 1
+        return payload
+
+    def _read(self, path: Path, key: Key) -> tuple[Header, Payload, float]:
+        fd, self._stats.direct = open_direct(path, os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+            size = -(-status.st_size // PAGE) * PAGE
+            view = memoryview(self._buffers.get(max(size, PAGE)))[:size]
+            try:
+                got = os.preadv(fd, [view], 0) if size else 0
+            except OSError as exc:
+                raise BadRecord(f"read failed: {exc.strerror}") from None
+            return (*decode(view[:got], key), status.st_mtime)
+        finally:
+            os.close(fd)
+
+    def flush(self) -> None:
+        """Nothing is pending: a renamed file is visible."""
+
+    def _files(self) -> Iterator[Path]:
+        yield from self.options.path.glob("*/*/*/*.kv")
+
+    def collect(self, now: float) -> Cleaned:
+        """Remove expired files and orphans of dead writers, then the least recently used above the capacity."""
+        files = size = 0
+        kept: list[tuple[float, int, Path]] = []
+        for path in self._files():
+            status, ttl = path.stat(), self._lifetime(path)
+            if status.st_mtime + ttl <= now:
+                path.unlink(missing_ok=True)
+                files, size = files + 1, size + status.st_size
+            else:
+                kept.append((status.st_mtime, status.st_size, path))
+        total = sum(item[1] for item in kept)
+        if 0 < self.options.capacity < total:
+            for _, bytes_, path in sorted(kept):
+                if total <= self.options.capacity * _LOW_WATER:
+                    break
+                path.unlink(missing_ok=True)
+                files, size, total = files + 1, size + bytes_, total - bytes_
+        for part in self.options.path.glob("*/*/*/.*.part"):
+            if now - part.stat().st_mtime > _ORPHAN_S:
+                part.unlink(missing_ok=True)
+        return Cleaned(files, size, files)
+
+    def _lifetime(self, path: Path) -> int:
+        """Seconds a file lives after its last use; 0 when it is no record."""
+        with path.open("rb") as file:
+            try:
+                header = decode_header(file.read(PAGE))
+            except BadRecord:
+                return 0
+        return header.expiry - header.created
+
+    def check(self) -> Iterator[Checked]:
+        """Read every file; a wrong one is reported and removed."""
+        for path in self._files():
+            problem = ""
+            try:
+                self._read(path, bytes.fromhex(path.stem))
+            except FileNotFoundError:
+                continue
+            except (BadRecord, ValueError) as exc:
+                problem = str(exc)
+                path.unlink(missing_ok=True)
+            yield Checked(str(path.relative_to(self.options.path)), 0, problem)
+
+    def stats(self) -> StoreStats:
+        """See ``BlockStore``; walks all files."""
+        now = self._clock()
+        found = [(path.stat(), self._lifetime(path)) for path in self._files()]
+        with self._lock:
+            self._stats.blocks = self._stats.files = len(found)
+            self._stats.bytes = sum(status.st_size for status, _ in found)
+            self._stats.expired = sum(status.st_mtime + ttl <= now for status, ttl in found)
+            return StoreStats(**vars(self._stats))
+
+    def close(self) -> None:
+        """Stop the readers."""
+        if self._pool is not None:
+            self._pool.shutdown()

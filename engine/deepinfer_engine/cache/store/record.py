@@ -1,0 +1,123 @@
+"""One stored block: a 4 KiB header page that proves itself, then the payload, padded to 4 KiB.
+
+Everything a reader trusts is in the record: magic, version, key, lengths, lifetimes, the sections of the payload (one
+per source layer) and two CRC-32s (zlib's polynomial: 36 µs per block, and no dependency). An index may be stale or
+lost; a record that does not name the key asked for is a miss.
+
+Header, little-endian: magic 8s · version u16 · flags u16 · payload bytes u32 · payload CRC u32 · tokens u32 ·
+key 32s · namespace 16s · created u64 · expiry u64 · section count u32 · sections (layer u32, offset u32, bytes u32)…
+· CRC-32 of bytes 0..4091 at 4092.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepinfer_engine.cache.tiers import Payload
+from deepinfer_engine.config.model import BLOCK_TOKENS
+
+#: alignment of direct I/O on every file system we know
+PAGE = 4096
+MAGIC = b"DIKVREC\x01"
+VERSION = 1
+_HEAD = struct.Struct("<8sHHIII32s16sQQI")
+_SECTION = struct.Struct("<III")
+_CRC = struct.Struct("<I")
+_REPLAYED = 1
+MAX_SECTIONS = (PAGE - _HEAD.size - _CRC.size) // _SECTION.size
+#: a block of the release is 113,920 bytes; nothing near this is one
+MAX_PAYLOAD = 1 << 28
+
+
+class BadRecord(Exception):
+    """Bytes that are not the record asked for; the reader turns it into a miss."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header page says. Times are Unix seconds; ``sections`` are (layer, offset, bytes)."""
+
+    key: bytes
+    namespace: bytes
+    payload_bytes: int
+    payload_crc: int
+    created: int
+    expiry: int
+    replayed: bool
+    sections: tuple[tuple[int, int, int], ...]
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Size of a record on disk."""
+    return PAGE + -(-payload_bytes // PAGE) * PAGE
+
+
+def encode(
+    buffer: mmap.mmap,
+    key: bytes,
+    payload: Payload,
+    *,
+    namespace: bytes,
+    created: int,
+    expiry: int,
+    sections: Sequence[tuple[int, int]] = (),
+) -> int:
+    """Write a record to the start of a page-aligned buffer; its size. ``sections``: (layer, bytes) in payload order."""
+    data = payload.data
+    table, at = b"", 0
+    for layer, size in sections:
+        table += _SECTION.pack(layer, at, size)
+        at += size
+    assert at in (0, len(data)), "sections cover the payload"
+    head = _HEAD.pack(
+        MAGIC,
+        VERSION,
+        _REPLAYED if payload.replayed else 0,
+        len(data),
+        zlib.crc32(data),
+        BLOCK_TOKENS,
+        key,
+        namespace[:16],
+        created,
+        expiry,
+        len(sections),
+    )
+    page = (head + table).ljust(PAGE - _CRC.size, b"\0")
+    total = record_bytes(len(data))
+    buffer[:PAGE] = page + _CRC.pack(zlib.crc32(page))
+    buffer[PAGE : PAGE + len(data)] = data
+    buffer[PAGE + len(data) : total] = bytes(total - PAGE - len(data))
+    return total
+
+
+def decode_header(page: bytes | memoryview) -> Header:
+    """The header of a page; ``BadRecord`` when it is anything else."""
+    if len(page) < PAGE:
+        raise BadRecord(f"{len(page)} of {PAGE} header bytes")
+    fields = _HEAD.unpack_from(page)
+    magic, version, flags, size, crc, _, key, namespace, created, expiry, count = fields
+    if magic != MAGIC:
+        raise BadRecord("no record begins here")
+    if _CRC.unpack_from(page, PAGE - _CRC.size)[0] != zlib.crc32(page[: PAGE - _CRC.size]):
+        raise BadRecord("header CRC differs")
+    if version != VERSION or size > MAX_PAYLOAD or count > MAX_SECTIONS:
+        raise BadRecord(f"version {version}, {size} payload bytes, {count} sections")
+    sections = tuple(_SECTION.unpack_from(page, _HEAD.size + i * _SECTION.size) for i in range(count))
+    return Header(key, namespace, size, crc, created, expiry, bool(flags & _REPLAYED), sections)
+
+
+def decode(record: memoryview, key: bytes) -> tuple[Header, Payload]:
+    """Header and payload of the record of ``key``; ``BadRecord`` when a byte of it is wrong."""
+    header = decode_header(record[:PAGE])
+    if header.key != key:
+        raise BadRecord("the record is another block's")
+    if len(record) < PAGE + header.payload_bytes:
+        raise BadRecord(f"{len(record) - PAGE} of {header.payload_bytes} payload bytes")
+    data = bytes(record[PAGE : PAGE + header.payload_bytes])
+    if zlib.crc32(data) != header.payload_crc:
+        raise BadRecord("payload CRC differs")
+    return header, Payload(data, header.replayed)
