@@ -74,8 +74,8 @@ def schema(value: object) -> GrammarSpec:
 
 
 def test_random_answers_follow_their_grammar(engine: Engine):
-    work = [ask(f"j{i}", schema(PERSON), seed=i) for i in range(6)]
-    work += [ask(f"r{i}", GrammarSpec("regex", "[a-f]{2,4}-[0-9]+"), seed=i) for i in range(4)]
+    work = [ask(f"j{i}", schema(PERSON), seed=i, max_tokens=70) for i in range(5)]
+    work += [ask(f"r{i}", GrammarSpec("regex", "[a-f]{2,4}-[0-9]+"), seed=i, max_tokens=30) for i in range(4)]
     work += [ask(f"e{i}", GrammarSpec("ebnf", 'root ::= "yes" | "no" [!?]'), seed=i) for i in range(4)]
     done = engine.generate(work)
     for c in done:
@@ -90,7 +90,7 @@ def test_random_answers_follow_their_grammar(engine: Engine):
             assert re.fullmatch("[a-f]{2,4}-[0-9]+", c.text)
         else:
             assert c.text in ("yes", "no!", "no?")
-    assert sum(c.finish_reason == "stop" for c in done) >= 10
+    assert sum(c.finish_reason == "stop" for c in done) >= 6
     assert not set(t for c in done for t in c.token_ids) & engine.tokenizer.added_ids
 
 
@@ -134,7 +134,7 @@ def test_reasoning_is_free_and_the_answer_is_not(engine: Engine):
 
 def test_tool_calls_are_well_formed(engine: Engine):
     spec = GrammarSpec("tools_required", json.dumps(TOOLS))
-    done = engine.generate([ask(f"c{i}", spec, seed=i, max_tokens=220) for i in range(3)])
+    done = engine.generate([ask(f"c{i}", spec, seed=i, max_tokens=120) for i in range(2)])
     call = (
         r'(<｜DSML｜ invoke name="add">\n\s*<｜DSML｜ parameter name="a" string="false">\s*-?\d+\s*'
         r"</｜DSML｜ parameter>\s*</｜DSML｜ invoke>\n)+</｜DSML｜ calls>"
