@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from deepinfer_engine.errors import UsageError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "tools"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "tools", "tools_required"]
 
 #: most alternatives reported per token, as in the chat-completions interface
 MAX_TOP_LOGPROBS = 20
