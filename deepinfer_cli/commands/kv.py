@@ -35,8 +35,11 @@ def explain(
     hit: Annotated[int, typer.Option("--hit", metavar="N", help="Tokens with cached block KV, whole blocks.")] = 0,
     no_swa: Annotated[bool, typer.Option("--no-swa", help="The window KV of the hit is gone.")] = False,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR|v41-flash", help="Model instead of the embedded one.")
-    ] = None,
+        str,
+        typer.Option(
+            "--model", metavar="NAME|PATH", help="deepseek-v4.1-flash, nano, a model folder or a config.json."
+        ),
+    ] = "nano",
     profile: options.Profile = "cpu-nano",
     set_: options.Set = None,
     format: options.Format = OutputFormat.table,
@@ -44,26 +47,22 @@ def explain(
 ) -> None:
     """What a prefill of L tokens computes, sees and writes, every number with its reason.
 
-    The profile gives replay.decoder, replay.encoder and the chunk size; the model gives the sizes. v41-flash stands
-    for the config of the released model.
+    The profile gives replay.decoder, replay.encoder and the chunk size; the model gives the sizes.
 
     \b
     Examples:
       deepinfer kv explain --length 1000 --hit 896
-      deepinfer kv explain --length 77056 --hit 76928 --no-swa --model v41-flash --profile prefill-ep4
+      deepinfer kv explain --length 77056 --hit 76928 --no-swa --model deepseek-v4.1-flash --profile prefill-ep4
       deepinfer kv explain --length 4096 --set replay.decoder=bounded --format json
     """
     from deepinfer_engine.cache.replay import ReplayShape, plan_prefill
     from deepinfer_engine.cache.replay import explain as reasons
-    from deepinfer_engine.config.model import load_model_config
     from deepinfer_engine.config.profile import load_profile
-    from deepinfer_engine.config.resources import model_dir
+    from deepinfer_engine.sim.models import find_model
 
     options.accept(format, *_FORMATS, verb="kv explain")
     loaded = load_profile(profile, set_ or ()).profile
-    named = model_dir(model or "nano") if model in (None, "v41-flash") else Path(model or "")
-    config = load_model_config(named)
-    shape = ReplayShape.of(config, decoder=loaded.replay.decoder, encoder=loaded.replay.encoder)
+    shape = ReplayShape.of(find_model(model).config, decoder=loaded.replay.decoder, encoder=loaded.replay.encoder)
     first = plan_prefill(shape, length, hit=hit)
     windows = frozenset() if no_swa else frozenset({min(hit, first.cap)})
     span = plan_prefill(shape, length, hit=hit, windows_at=windows)

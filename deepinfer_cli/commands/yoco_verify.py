@@ -42,8 +42,8 @@ def command(
     """Check prefix hits and bounded replay; exit 6 when a check fails or a fault goes unnoticed.
 
     Level 1 compares every integer (plans, chunks, floors, slots, cached names) with the definitions, for the model
-    and for the released config. Level 2 forces a fixed text through the model: what must be equal bit by bit, what
-    up to the order of sums, and how far bounded replays drift, against the budget.
+    and for the released config. Level 2 forces a fixed conversation through the model: what must be equal bit by bit
+    is, and bounded replays drift no further than the budget.
 
     \b
     Examples:
@@ -75,17 +75,15 @@ def command(
 
 
 def _level1(model: Path | None, names: list[str], form: OutputFormat, quiet: bool) -> tuple[str, list[str]]:
-    from deepinfer_engine.config.model import load_model_config
-    from deepinfer_engine.config.resources import model_dir
     from deepinfer_engine.runtime.threads import set_thread_defaults
 
     set_thread_defaults(rows=1)
-    from deepinfer_engine.verify.yoco import RELEASE, release_config
+    from deepinfer_engine.sim.models import EMBEDDED, RELEASE, find_model
     from deepinfer_engine.verify.yoco_level1 import noticed_at_level1, verify_level1
     from deepinfer_engine.verify.yoco_subject import MUTATIONS
 
-    directory = model or model_dir("nano")
-    configs = {directory.name: load_model_config(directory), RELEASE: release_config()}
+    mine, release = find_model(str(model or EMBEDDED)), find_model(RELEASE)
+    configs = {mine.name: mine.config, release.name: release.config}
     rows: list[tuple[render.Cell, ...]] = []
     bad: list[str] = []
     for label, config in configs.items():
@@ -147,12 +145,12 @@ def _level2(
     result = check.judge(Subject(), progress=story)
     result = replace(result, rows=(*more, *result.rows))
     bad = result.verdict(budget)
-    equal = [(r.name, r.kind, r.compared, r.value, r.bar, r.good) for r in result.rows]
+    equal = [(r.name, r.compared, r.largest, r.good) for r in result.rows]
     drift = [
         (d.name, d.positions, d.mean_kl, d.max_kl, d.late_kl, d.top1, d.overlap, d.max_logprob, d.within(budget))
         for d in result.drifts
     ]
-    first = ("comparison", "kind", "compared", "largest", "allowed", "good")
+    first = ("bit-identical", "compared", "largest", "good")
     second = ("drift", "positions", "mean_kl", "max_kl", "late_kl", "top1", "overlap20", "max_logprob", "within")
     if form is OutputFormat.json:
         content = {

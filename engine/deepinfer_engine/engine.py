@@ -1,10 +1,13 @@
-"""``Engine``: the façade that every operator job uses. submit / step / stream / abort / close."""
+"""``Engine``: the façade that every operator job uses. open / submit / step / stream / generate / abort / close."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,20 +15,43 @@ import torch
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
-from deepinfer_engine.config.profile import Profile
+from deepinfer_engine.config.profile import load_profile
+from deepinfer_engine.config.schema import Profile
 from deepinfer_engine.errors import NotReadyError, UsageError
+from deepinfer_engine.launch import prepare
 from deepinfer_engine.model.load import load_model
-from deepinfer_engine.runtime.runner import Runner
-from deepinfer_engine.sched.scheduler import Limits, Scheduler
+from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
+from deepinfer_engine.runtime.runner import Flight, Runner
+from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
+from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed
+from deepinfer_engine.sched.scheduler import Drawn, Limits, Scheduler
 from deepinfer_engine.tokens.tokenizer import Tokenizer
-from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, Usage
+from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, TokenLogprob, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
 from deepinfer_kernels.registry import KernelError, Ops, resolve
 
+#: steps whose host times are kept
+_KEPT_STEPS = 4096
+
+
+@dataclass
+class HostTimes:
+    """Milliseconds of the last steps: planning, building tensors, post-processing, and the step itself."""
+
+    schedule_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    build_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    post_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    run_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+
 
 class Engine:
-    """One model under one profile in this process. Not thread-safe: one caller drives ``step``."""
+    """One model under one profile in this process. Not thread-safe: one caller drives ``step``.
+
+    With ``sched.overlap`` a call of ``step`` plans and launches the next step before it waits for the one in flight,
+    and post-processes that one while the next runs; without, each step is finished before the next is planned. Both
+    loops draw the same tokens.
+    """
 
     def __init__(
         self,
@@ -42,24 +68,43 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.shards = shards
-        self._started: dict[str, float] = {}
+        self.overlap = profile.sched.overlap
+        self.times = HostTimes()
         self.steps = 0
+        self._marks = ThinkMarks.of(tokenizer)
+        self._tracks: dict[int, AnswerTrack] = {}
+        self._started: dict[int, float] = {}
+        self._live: dict[str, set[int]] = {}
+        self._flight: Flight | None = None
 
     @classmethod
     def open(
         cls,
-        model_dir: str | Path,
-        profile: Profile,
+        profile: Profile | str | Path,
+        model: str | Path | Profile | None = None,
         *,
-        device: str = "cpu",
+        sets: Items[str] = (),
+        device: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
-        """Validate and load a checkpoint for ``profile`` (already emulated where its hardware is absent).
+        """Validate and load a model under a profile (a name, a path or a loaded one) with ``sets`` overrides.
 
-        ``progress(done, total)`` counts loaded bytes. Raises ``CheckpointError`` (exit 4) or ``NotReadyError``.
+        ``model`` None is the embedded one. Without ``device`` the profile is fitted to this machine first, as
+        ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
+        (model, profile) in this order is understood too. Raises ``ProfileError`` (2), ``CheckpointError`` (4) or
+        ``NotReadyError`` (3).
         """
-        checkpoint = Checkpoint.open(model_dir)
-        tokenizer = Tokenizer.from_dir(model_dir)
+        if isinstance(model, Profile):
+            profile, model = model, None if isinstance(profile, Profile) else profile
+        if not isinstance(profile, Profile):
+            profile = load_profile(profile, sets).profile
+        elif sets:
+            raise UsageError("overrides apply to a profile given by name or path, this one is loaded already")
+        if device is None or model is None:
+            launch = prepare(profile, model)
+            profile, model, device = launch.profile, launch.checkpoint.directory, launch.device
+        checkpoint = Checkpoint.open(model)
+        tokenizer = Tokenizer.from_dir(model)
         config = checkpoint.config
         ops = _resolve_ops(profile)
         loaded = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
@@ -71,54 +116,98 @@ class Engine:
             blocks=limits.dp * limits.blocks,
             device=device,
         )
-        runner = Runner(loaded.model, kv, ops, loaded.mesh, device)
+        lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
+        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane)
         return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits), loaded.shards)
 
     @property
     def config(self) -> ModelConfig:
         return self.checkpoint.config
 
+    # ------------------------------------------------------------- requests
+
     def submit(self, request: Request) -> None:
-        """Queue a request. Refuses ids outside the vocabulary, image tokens and what can never fit."""
-        config = self.config
-        last = config.vocab_size - 1
-        for position, token in enumerate(request.token_ids):
-            if not 0 <= token <= last:
-                raise UsageError(f"request {request.id!r}: token {token} at position {position} is not in 0..{last}")
-        if config.image_token_id is not None and config.image_token_id in request.token_ids:
-            raise UsageError(f"request {request.id!r}: image tokens need the vision tower, which this engine skips")
-        seed = request.sampling.seed
-        sequence = Sequence(
-            request=request,
-            token_ids=list(request.token_ids),
-            num_prompt=len(request.token_ids),
-            seed=secrets.randbits(64) if seed is None else seed,
-        )
-        self.scheduler.submit(sequence)
-        self._started[request.id] = time.perf_counter()
+        """Queue a request, all its choices. Refuses ids outside the vocabulary, image tokens, what can never fit."""
+        if request.id in self._live:
+            raise UsageError(f"request id {request.id!r} is already in flight")
+        _check_ids(request, self.config)
+        sampling = request.sampling
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        choices = [
+            Sequence(
+                request=request,
+                token_ids=list(request.token_ids),
+                num_prompt=len(request.token_ids),
+                seed=choice_seed(seed, index),
+                index=index,
+            )
+            for index in range(sampling.n)
+        ]
+        now = time.perf_counter()
+        for seq in choices:
+            self.scheduler.submit(seq)
+            self._tracks[seq.uid] = AnswerTrack(seq, self.tokenizer, self._marks)
+            self._started[seq.uid] = now
+        self._live[request.id] = {seq.uid for seq in choices}
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        """Whether a request is queued or running, or a step in flight."""
+        return self.scheduler.busy or self._flight is not None
+
+    def abort(self, request_id: str) -> list[Completion]:
+        """End a request in any state; its completions carry what was generated. Empty when it is not in flight."""
+        now = time.perf_counter()
+        ended = [self.scheduler.abort(uid) for uid in sorted(self._live.get(request_id, ()))]
+        return [self._complete(seq, now) for seq in ended if seq is not None]
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Run requests to their end; completions in order of requests, then choices."""
+        order = {}
+        for request in requests:
+            self.submit(request)
+            order[request.id] = len(order)
+        done = [e for e in self.stream() if isinstance(e, Completion) and e.request_id in order]
+        return sorted(done, key=lambda c: (order[c.request_id], c.index))
+
+    def close(self) -> None:
+        """Abort everything in flight and let the lane end."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self.runner.collect(flight)
+        self.runner.lane.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- steps
 
     def step(self) -> list[TokenEvent | Completion]:
-        """Run one step; the tokens it drew and the requests it finished. Empty when idle."""
+        """Run one step; the tokens that came back and the requests that ended. Empty when idle.
+
+        With overlap the results are those of the step launched by the call before.
+        """
+        began = time.perf_counter()
         plan = self.scheduler.schedule()
-        if not plan.rows:
-            return []
-        running = dict(self.scheduler.running)
-        out = self.runner.run(plan, running)
-        now = time.perf_counter()
-        self.steps += 1
-        finished = self.scheduler.commit(plan, out.tokens)
+        self.times.schedule_ms.append((time.perf_counter() - began) * 1000)
         events: list[TokenEvent | Completion] = []
-        for request_id, token in out.tokens.items():
-            seq = running[request_id]
-            if seq.first_token_s is None:
-                seq.first_token_s = now - self._started[request_id]
-            if seq.finish_reason != "error" and not (seq.finish_reason == "stop" and token == seq.token_ids[-1]):
-                events.append(TokenEvent(request_id, token))
-        events.extend(self._complete(seq, now) for seq in finished)
+        flight = None
+        if plan.rows:
+            flight = self.runner.forward(plan, self.scheduler.running, self._flight)
+        if self._flight is not None:
+            events += self._collect(self._flight)
+            self._flight = None
+        if flight is not None:
+            self.runner.sample(flight, self.scheduler.running, {})
+            if self.overlap:
+                self._flight = flight
+            else:
+                events += self._collect(flight)
         return events
 
     def stream(self) -> Iterator[TokenEvent | Completion]:
@@ -126,37 +215,104 @@ class Engine:
         while self.busy:
             yield from self.step()
 
-    def abort(self, request_id: str) -> Completion | None:
-        """End a request in any state; its completion carries what was generated. None when it is not in flight."""
-        seq = self.scheduler.abort(request_id)
-        return None if seq is None else self._complete(seq, time.perf_counter())
+    def _collect(self, flight: Flight) -> list[TokenEvent | Completion]:
+        out = self.runner.collect(flight)
+        now = time.perf_counter()
+        self.steps += 1
+        self.times.build_ms.append(out.build_ms)
+        self.times.run_ms.append(out.run_ms)
+        self.scheduler.observe(flight.plan, out.run_ms)
+        events: list[TokenEvent | Completion] = []
+        for drawn in self.scheduler.commit(flight.plan, out.tokens):
+            events += self._post(drawn, out.logprobs.get(drawn.seq.uid), now)
+        self.times.post_ms.append((time.perf_counter() - now) * 1000)
+        return events
 
-    def close(self) -> None:
-        """Abort everything in flight."""
-        for request_id in [*self.scheduler.running, *(s.request.id for s in self.scheduler.waiting)]:
-            self.scheduler.abort(request_id)
+    def _post(self, drawn: Drawn, logprob: TokenLogprob | None, now: float) -> list[TokenEvent | Completion]:
+        """Events of one drawn token: what may be shown, and the completion if the choice ended with it."""
+        seq, token, reason = drawn
+        track = self._tracks[seq.uid]
+        if seq.first_token_s is None:
+            seq.first_token_s = now - self._started[seq.uid]
+        if reason == "error":
+            seq.error = "non_finite_logits" if token == NON_FINITE else "no_token_allowed"
+            return [*track.finish(), self._complete(seq, now)]
+        if reason == "stop":
+            track.stop_token = None if token == self.config.eos_token_id else token
+            return [*track.finish(), self._complete(seq, now)]
+        if logprob is not None:
+            logprob = replace(logprob, top=logprob.top[: seq.request.sampling.top_logprobs])
+        events: list[TokenEvent | Completion] = [*track.push(token, logprob)]
+        if track.cut is not None:
+            if reason is None:
+                self.scheduler.finish(seq, "stop")
+            seq.finish_reason = "stop"  # a stop string that ends with the last allowed token is a stop
+        elif reason is None:
+            return events
+        return [*events, *track.finish(), self._complete(seq, now)]
 
     def _complete(self, seq: Sequence, now: float) -> Completion:
         assert seq.finish_reason is not None
-        generated = seq.token_ids[seq.num_prompt :]
-        kept = generated[:-1] if seq.finish_reason == "stop" else generated
-        sampling = seq.request.sampling
-        seeded = sampling.temperature == 0 or sampling.seed is not None
+        request = seq.request
+        live = self._live[request.id]
+        live.discard(seq.uid)
+        if not live:
+            del self._live[request.id]
+        self.runner.sampler.forget(seq.uid)
+        track = self._tracks.pop(seq.uid)
+        track.finish()  # an abort keeps what was held back
+        seeded = request.sampling.temperature == 0 or request.sampling.seed is not None
         return Completion(
-            request_id=seq.request.id,
-            token_ids=tuple(kept),
+            request_id=request.id,
+            token_ids=tuple(track.kept),
             finish_reason=seq.finish_reason,
             reproducible=seeded and self.profile.numerics.batch_invariant,
-            usage=Usage(prompt=seq.num_prompt, generated=len(generated)),
-            timing=Timing(seq.first_token_s, now - self._started.pop(seq.request.id)),
+            usage=Usage(prompt=seq.num_prompt, generated=seq.num_generated, preemptions=seq.preemptions),
+            timing=Timing(seq.first_token_s, now - self._started.pop(seq.uid)),
+            index=seq.index,
+            text=self.tokenizer.decode(track.kept) + track.tail,
+            tail=track.tail,
+            stop_reason=track.cut.stop if track.cut is not None else track.stop_token,
+            error=seq.error,
+            logprobs=tuple(track.logprobs) if request.sampling.logprobs else None,
         )
+
+
+def _check_ids(request: Request, config: ModelConfig) -> None:
+    """Refuse token ids outside the vocabulary, and image tokens."""
+    last = config.vocab_size - 1
+    for position, token in enumerate(request.token_ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= last:
+            raise UsageError(f"request {request.id!r}: token {token!r} at position {position} is not in 0..{last}")
+    if config.image_token_id is not None and config.image_token_id in request.token_ids:
+        raise UsageError(f"request {request.id!r}: image tokens need the vision tower, which this engine skips")
+    p = request.sampling
+    named = {
+        "logit_bias": [token for token, _ in p.logit_bias],
+        "allowed_token_ids": p.allowed_token_ids or (),
+        "banned_token_ids": p.banned_token_ids,
+        "stop_token_ids": p.stop_token_ids,
+    }
+    for name, tokens in named.items():
+        bad = [token for token in tokens if token > last]
+        if bad:
+            raise UsageError(f"request {request.id!r}: {name} names token {bad[0]}, the vocabulary is 0..{last}")
 
 
 def _resolve_ops(profile: Profile) -> Ops:
     backends = dict(profile.kernels.overrides)
     try:
-        return resolve(profile.numerics.mode, profile.hardware.platform, backends)
+        return resolve(
+            profile.numerics.mode,
+            profile.hardware.platform,
+            backends,
+            batch_invariant=profile.numerics.batch_invariant,
+        )
     except KernelError as exc:
+        if profile.numerics.batch_invariant:
+            raise NotReadyError(
+                f"numerics.batch_invariant: {exc}", hint="numerics.mode float and fast have invariant operations"
+            ) from None
         raise NotReadyError(str(exc), hint="deepinfer doctor shows what each operation needs") from None
     except KeyError as exc:
         raise UsageError(f"kernels.overrides: {exc.args[0]}") from None
@@ -173,6 +329,7 @@ def _limits(profile: Profile, config: ModelConfig) -> Limits:
         chunk_tokens=sched.prefill_chunk_tokens,
         context_tokens=context,
         eos_token_id=config.eos_token_id,
+        step_budget_ms=sched.step_budget_ms,
     )
 
 

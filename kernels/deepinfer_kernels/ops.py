@@ -134,5 +134,11 @@ OPS: dict[str, OpSpec] = {
         _spec("sample", "sample", "next token ids, greedy or by keyed Gumbel noise",
               {"logits": "B V f32", "temperature": "B f32", "seed": "B i64", "position": "B i64"}, {"ids": "B i64"},
               EXACT, lambda d: 4 * d["B"] * d["V"], lambda d: 10 * d["B"] * d["V"]),
+        _spec("adjust_logits", "sample", "penalties, biases and token masks of the rows that have them",
+              {"logits": "B V f32", "row": "P i64", "token": "P i64", "count": "P f32", "mask": "G V/32 i32"},
+              {"logits": "B V f32"}, EXACT, lambda d: 8 * d["B"] * d["V"], lambda d: 6 * d["P"]),
+        _spec("token_logprobs", "sample", "log-probability of drawn tokens and of the best alternatives",
+              {"logits": "B V f32", "ids": "B i64"}, {"logp": "B f32", "ids": "B top i64", "values": "B top f32"},
+              _F32, lambda d: 8 * d["B"] * d["V"], lambda d: 4 * d["B"] * d["V"]),
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepinfer_kernels import invariant
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import (
     attention,
@@ -47,11 +48,15 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     table: dict[str, list[Implementation]] = {}
     for spec in OPS.values():
         fn = getattr(_FAMILIES[spec.family], spec.name)
-        table[spec.name] = [Implementation(spec.name, "reference", _EVERYWHERE, _ALL, fn)]
+        exact = spec.name in invariant.AS_THEY_ARE
+        table[spec.name] = [Implementation(spec.name, "reference", _EVERYWHERE, _ALL, fn, batch_invariant=exact)]
     # bf16 grouped products: the only faster route that needs nothing but torch
     table["moe_experts"].insert(
         0, Implementation("moe_experts", "torch", _EVERYWHERE, frozenset({"fast"}), moe.moe_experts_grouped)
     )
+    for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
+        numerics = frozenset({"float", "fast"})
+        table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
     return {name: tuple(rows) for name, rows in table.items()}
 
 
@@ -81,10 +86,13 @@ class Ops:
         raise AttributeError(f"no operation named {name!r}; known: {', '.join(sorted(OPS))}")
 
 
-def resolve(mode: str, platform: str, backends: Mapping[str, str] | None = None) -> Ops:
+def resolve(
+    mode: str, platform: str, backends: Mapping[str, str] | None = None, *, batch_invariant: bool = False
+) -> Ops:
     """Choose an implementation of every operation for one numerics mode and platform.
 
-    ``backends`` forces op → backend. Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
+    ``backends`` forces op → backend. ``batch_invariant`` admits only implementations that are. Raises
+    ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
     """
     forced = dict(backends or {})
     unknown = set(forced) - set(OPS)
@@ -100,7 +108,7 @@ def resolve(mode: str, platform: str, backends: Mapping[str, str] | None = None)
                 raise KernelError(name, (f"no backend {forced[name]!r}, there are: {have}",))
         reasons = []
         for implementation in candidates:
-            reason = why_not(implementation, mode, platform)
+            reason = why_not(implementation, mode, platform, batch_invariant=batch_invariant)
             if reason is None:
                 chosen[name] = implementation
                 break
@@ -110,8 +118,10 @@ def resolve(mode: str, platform: str, backends: Mapping[str, str] | None = None)
     return Ops(NUMERICS[mode], platform, chosen)
 
 
-def why_not(implementation: Implementation, mode: str, platform: str) -> str | None:
+def why_not(implementation: Implementation, mode: str, platform: str, *, batch_invariant: bool = False) -> str | None:
     """The reason an implementation cannot serve, in one sentence; None when it can."""
+    if batch_invariant and not implementation.batch_invariant:
+        return "its result may depend on the batch"
     if platform not in implementation.platforms:
         return f"runs on {', '.join(sorted(implementation.platforms))}, not on {platform}"
     if mode not in implementation.numerics:

@@ -47,6 +47,7 @@ class Implementation:
 
     ``backend`` names the source (reference, torch, cpp, triton, …), ``platforms`` where it runs, ``numerics`` the
     modes it honours. ``missing`` says in one sentence what is absent on this machine, or None when it can run.
+    ``batch_invariant``: an output row has the same bits whatever else is in the call.
     """
 
     op: str
@@ -55,3 +56,4 @@ class Implementation:
     numerics: frozenset[str]
     fn: Callable[..., Any]
     missing: Callable[[], str | None] = field(default=lambda: None)
+    batch_invariant: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,15 @@ def given(monkeypatch):
         return asked
 
     return use
+
+
+TEXTS = Path(__file__).parent / "texts"
+
+
+def test_help_is_the_kept_one(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = run(["--help"], capsys)
+    assert code == 0 and out == (TEXTS / "help_doctor.txt").read_text(encoding="utf-8")
 
 
 GOOD = passed("disk", "900 GiB free")

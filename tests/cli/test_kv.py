@@ -32,7 +32,7 @@ def explained(args, capsys):
 
 
 def test_explain_prints_every_field_with_its_reason(capsys):
-    fields = explained(["--length", 1000, "--hit", 896, "--no-swa", "--model", "v41-flash", *REPLAY], capsys)
+    fields = explained(["--length", 1000, "--hit", 896, "--no-swa", "--model", "deepseek-v4.1-flash", *REPLAY], capsys)
     values = {name: value for name, (value, _) in fields.items()}
     assert values["mode"] == "replay" and values["L1"] == 768 and values["replayed"] == 128
     assert (values["start"], values["pivot"], values["floor_encoder"], values["floor_decoder"]) == (640, 872, 640, 872)
@@ -41,9 +41,9 @@ def test_explain_prints_every_field_with_its_reason(capsys):
 
 
 def test_explain_follows_windows_model_and_profile(capsys):
-    at_hand = explained(["--length", 1000, "--hit", 896, "--model", "v41-flash", *REPLAY], capsys)
+    at_hand = explained(["--length", 1000, "--hit", 896, "--model", "deepseek-v4.1-flash", *REPLAY], capsys)
     assert at_hand["mode"][0] == "exact" and at_hand["start"][0] == 768
-    off = explained(["--length", 1000, "--hit", 896, "--no-swa", "--model", "v41-flash"], capsys)
+    off = explained(["--length", 1000, "--hit", 896, "--no-swa", "--model", "deepseek-v4.1-flash"], capsys)
     assert off["mode"] == ("cold", "no window KV ends at 768 and replay.encoder is off")
     tiny = explained(["--length", 1000, "--model", TINY, *REPLAY], capsys)
     assert tiny["cap"][0] == 896 and tiny["pivot"][0] == 984
@@ -52,9 +52,9 @@ def test_explain_follows_windows_model_and_profile(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["kv", "explain", "--length", "0", "--model", "v41-flash"], "at least one token, found 0"),
-        (["kv", "explain", "--length", "9", "--hit", "5", "--model", "v41-flash"], "whole 128-token blocks, found 5"),
-        (["kv", "explain", "--length", "9", "--model", "v41-flash", "--set", "replay.decoder=bounded", "--set",
+        (["kv", "explain", "--length", "0"], "at least one token, found 0"),
+        (["kv", "explain", "--length", "9", "--hit", "5"], "whole 128-token blocks, found 5"),
+        (["kv", "explain", "--length", "9", "--set", "replay.decoder=bounded", "--set",
           "sched.prefill_chunk_tokens=200"], "a chunk of 200 tokens is too small, replay needs 262"),
         (["kv", "stat"], "the profile has no store"),
         (["kv", "bench", "--path", ".", "--backend", "redis"], "expected segment or posix"),

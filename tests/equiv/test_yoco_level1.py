@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_engine.config.model import load_model_config
-from deepinfer_engine.verify.yoco import release_config
+from deepinfer_engine.sim.models import release_config
 from deepinfer_engine.verify.yoco_level1 import TITLES, Ledger, _judge, noticed_at_level1, verify_level1
 from deepinfer_engine.verify.yoco_subject import MUTATIONS, Subject
 

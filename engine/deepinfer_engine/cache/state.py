@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +35,12 @@ class KVState:
             self._index[s.layer] = self._rows((entries,), layout.index_row_bytes, device)
             if s.ratio == 2:
                 shape = ((slots + 1) * layout.pair_ring, 2, layout.head_dim)
-                self._pairs[s.layer] = torch.zeros(shape, device=device)
+                self._pairs[s.layer] = _zeros(shape, torch.float32, device)
 
     def _rows(self, shape: tuple[int, ...], row_bytes: int, device: str) -> Tensor:
         if self.layout.records:
-            return torch.zeros((*shape, row_bytes), dtype=torch.uint8, device=device)
-        return torch.zeros((*shape, row_bytes // 4), dtype=torch.float32, device=device)
+            return _zeros((*shape, row_bytes), torch.uint8, device)
+        return _zeros((*shape, row_bytes // 4), torch.float32, device)
 
     # ---------------------------------------------------------------- windows
 
@@ -143,3 +144,11 @@ class KVState:
     def _need_records(self, what: str) -> None:
         if not self.layout.records:
             raise UsageError(f"{what} needs official records; numerics 'float' keeps f32 rows that are never stored")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeroed storage. On the host its pages are not touched before they are written: pools are sized for the worst
+    case, and numpy's calloc leaves the zeroing to the kernel where torch would write every page."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, dtype=np.uint8 if dtype == torch.uint8 else np.float32))

@@ -37,9 +37,6 @@ def _not(*quiet: Any) -> Callable[[Any], bool]:
 NOT_BUILT: tuple[_Missing, ...] = (
     _Missing("role", _not("both"), "prefill and decode run on the same ranks of one process"),
     _Missing("hardware.gpus", lambda n: n > 1, "all ranks run in one process on one device"),
-    _Missing("numerics.batch_invariant", _not(False), "operations may depend on the batch"),
-    _Missing("sched.overlap", _not(False), "schedule, forward and post-processing run one after the other"),
-    _Missing("sched.step_budget_ms", _not(0.0), "chunks are cut by tokens only"),
     _Missing("cache.prefix", _not(False), "every prompt is computed in full"),
     _Missing("cache.host_gib_per_rank", _not(0.0), "block KV stays in device memory"),
     _Missing("cache.swa_pool_gib_per_rank", _not(0.0), "window KV ends with its request"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_engine.errors import UsageError
+from deepinfer_engine.weights.read_plan import owned_experts
 
 #: Knuth's multiplicative constant: spreads consecutive positions over replicas
 _HASH = 2654435761
@@ -33,16 +34,17 @@ class Placement:
 
     @classmethod
     def static(cls, layers: int, experts: int, *, ranks: int, redundant_per_rank: int) -> Placement:
-        """Experts in id order over the ranks, then redundant slots filled round robin.
+        """Every rank's own experts (the identity placement of the weights reader), then replicas round robin.
 
-        Every rank gets ceil(experts / ranks) + redundant slots; a slot beyond the experts repeats one that the rank
-        does not hold yet.
+        Every rank gets ceil(experts / ranks) + redundant slots; a slot beyond its own experts repeats one that the
+        rank does not hold yet.
         """
         own = -(-experts // ranks)
         per_rank = own + redundant_per_rank
         table = np.full((ranks, per_rank), -1, dtype=np.int32)
-        for e in range(experts):
-            table[e % ranks, e // ranks] = e
+        for rank in range(ranks):
+            mine = owned_experts(experts, ranks, rank)
+            table[rank, : len(mine)] = mine
         fill = 0
         for rank in range(ranks):
             held = {int(e) for e in table[rank] if e >= 0}

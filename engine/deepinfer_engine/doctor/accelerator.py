@@ -18,7 +18,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What torch sees: platform (cpu, smXY, ascend), names, and the memory of the smallest device in bytes."""
+    """What torch sees: platform (cpu, smXY, ascend950 or ascend), names, memory of the smallest device in bytes."""
 
     platform: str
     names: tuple[str, ...] = ()
@@ -43,11 +43,13 @@ def probe(system: System) -> Accelerators:
         count = torch.npu.device_count()
         names = tuple(torch.npu.get_device_name(i) for i in range(count))
         memory = min(torch.npu.get_device_properties(i).total_memory for i in range(count))
-        return Accelerators("ascend", names, memory)
+        # devices call themselves Ascend950PR_…; another generation is another platform
+        platform = "ascend950" if all("950" in name for name in names) else "ascend"
+        return Accelerators(platform, names, memory)
     return Accelerators("cpu")
 
 
-def check_devices(system: System, profile: Profile | None) -> Sequence[Finding]:
+def check_devices(system: System) -> Sequence[Finding]:
     """Devices that exist, and whether torch was built for them."""
     have = probe(system)
     on_bus = [n for n in system.names("/dev") if re.fullmatch(r"nvidia\d+", n)]
@@ -99,7 +101,7 @@ def check_profile_hardware(system: System, profile: Profile) -> Sequence[Finding
     want, have = profile.hardware, probe(system)
     if want.platform == "cpu":
         return [passed("profile hardware", "the profile runs on any CPU")]
-    here = "ascend950" if have.platform == "ascend" else have.platform
+    here = have.platform
     fix = f"run profile {profile.name} on its hardware; with the embedded model `deepinfer run` emulates it here"
     if here != want.platform:
         note = ""

@@ -42,7 +42,7 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("python", "torch", partial(accelerator.check_torch, system)),
         Check("python", "requirements", partial(packages.check_requirements, system)),
         Check("python", "conflicts", partial(packages.check_conflicts, system)),
-        Check("accelerator", "device", partial(accelerator.check_devices, system, profile)),
+        Check("accelerator", "device", partial(accelerator.check_devices, system)),
         Check("accelerator", "versions", partial(accelerator.check_driver, system, profile)),
         Check("libraries", "collectives", partial(libraries.check_mapped, system, profile)),
         Check("kernels", "tools", on_platform(partial(toolchain.check_tools, system))),
@@ -56,6 +56,9 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("storage", "weights", partial(storage.check_weights, model)),
         Check("network", "interface", partial(network.check_interfaces, system, profile)),
     ]
+    if model is not None:
+        after = next(n for n, item in enumerate(items) if item.subject == "weights") + 1
+        items.insert(after, Check("storage", "weights manifest", partial(storage.check_manifest, model)))
     if profile is not None:
         items.insert(
             5, Check("accelerator", "profile hardware", partial(accelerator.check_profile_hardware, system, profile))
@@ -69,4 +72,4 @@ def _platform(system: System) -> str:
         found = accelerator.probe(system).platform
     except ImportError:
         return "cpu"
-    return "ascend950" if found == "ascend" else found.split("+")[0]
+    return found.split("+")[0]

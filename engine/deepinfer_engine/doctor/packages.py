@@ -6,8 +6,11 @@ import re
 import sys
 from collections.abc import Sequence
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from deepinfer_engine.doctor.finding import Finding, failed, passed, warned
-from deepinfer_engine.doctor.system import System, version_tuple
+from deepinfer_engine.doctor.system import System
 
 _OURS = "deepinfer-cli"
 _PACKAGES = ("deepinfer_cli", "deepinfer_engine", "deepinfer_kernels")
@@ -61,15 +64,5 @@ def check_requirements(system: System) -> Sequence[Finding]:
 
 
 def satisfies(version: str, spec: str) -> bool:
-    """Whether a version fulfils comma-separated bounds of the forms >= > <= < ==; pre-releases count as releases."""
-    have = version_tuple(version)
-    for part in filter(None, (p.strip() for p in spec.split(","))):
-        match = re.fullmatch(r"(>=|<=|==|>|<)\s*([\d.]+)", part)
-        assert match is not None, f"our own requirement {part!r} has another form"
-        want = version_tuple(match[2])
-        width = max(len(have), len(want))
-        a, b = have + (0,) * (width - len(have)), want + (0,) * (width - len(want))
-        good = {">=": a >= b, "<=": a <= b, "==": a == b, ">": a > b, "<": a < b}[match[1]]
-        if not good:
-            return False
-    return True
+    """Whether a version fulfils a version specifier; pre-releases count as releases, build labels do not matter."""
+    return SpecifierSet(spec).contains(Version(version), prereleases=True)

@@ -23,17 +23,14 @@ _OPEN_FILES = 4096
 
 
 def check_disk(system: System) -> Sequence[Finding]:
-    """Room for the released checkpoint in the hub's cache folder; too little only matters to who fetches it."""
-    home = system.environ.get("HF_HOME")
-    folder = (
-        Path(home) if home else Path(system.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    )
+    """Room for the released checkpoint where a fetch would put it; too little only matters to who fetches it."""
+    folder = Path.cwd()
     usage = system.disk(folder)
     if usage is None:
-        return [warned("disk", f"{folder}: its file system cannot be read", "set HF_HOME to a folder on a local disk")]
+        return [warned("disk", f"{folder}: its file system cannot be read", "fetch with --dest FOLDER on a local disk")]
     found = f"{folder}: {usage.free / _GIB:,.0f} of {usage.total / _GIB:,.0f} GiB free"
     if usage.free < _RELEASE_BYTES:
-        fix = f"the released weights need {_RELEASE_BYTES / _GIB:.0f} GiB: set HF_HOME, or fetch with --dest FOLDER"
+        fix = f"the released weights need {_RELEASE_BYTES / _GIB:.0f} GiB: deepinfer fetch-weights --dest FOLDER"
         return [warned("disk", found, fix)]
     return [passed("disk", found)]
 
@@ -113,3 +110,33 @@ def check_weights(model: Path | None) -> Sequence[Finding]:
     if checkpoint.warnings:
         return [warned(name, found, "look at the listed files", checkpoint.warnings)]
     return [passed(name, found)]
+
+
+def check_manifest(model: Path) -> Sequence[Finding]:
+    """What a fetch remembers of the files in a folder: whether each is still as it was when its hash was checked."""
+    from deepinfer_engine.weights.fetch.files import local_path
+    from deepinfer_engine.weights.fetch.manifest import load_manifest
+
+    manifest = load_manifest(model)
+    if manifest is None:
+        return [passed("weights manifest", "no fetch is remembered here; hashes are not checked")]
+    changed, unchecked, good = [], [], 0
+    for file in manifest.files:
+        path, stamp = local_path(model, file.path), manifest.stamps.get(file.path)
+        if not path.exists():
+            continue  # not part of this selection; the header check knows what must be there
+        if stamp is None:
+            unchecked.append(file.path)
+        elif stamp.holds(path) and stamp.matches(file.digest):
+            good += 1
+        else:
+            changed.append(file.path)
+    again = f"deepinfer fetch-weights {manifest.repo} --dest {model}"
+    found = f"{manifest.repo} at {manifest.commit[:12]}: {good} files with checked hashes"
+    if changed:
+        text = f"{found}, {len(changed)} changed since they were checked"
+        return [failed("weights manifest", text, f"{again} --verify --repair", changed)]
+    if unchecked:
+        text = f"{found}, {len(unchecked)} never checked"
+        return [warned("weights manifest", text, f"{again} --verify", unchecked)]
+    return [passed("weights manifest", found)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from deepinfer_engine.cache.layout import PAD, KVLayout
 from deepinfer_engine.config.model import BLOCK_TOKENS
 
 
-@dataclass(frozen=True)
-class RowInput:
+class RowInput(NamedTuple):
     """One row to run.
 
-    ``token_ids``: all known tokens of the sequence up to start + count. ``slot`` / ``block_ids``: where its KV lives.
+    ``token_ids``: all known tokens of the sequence up to start + count; with ``newest_unknown`` the last one is still
+    being drawn and comes later (a placeholder stands for it). ``slot`` / ``block_ids``: where its KV lives.
     ``floor_encoder`` / ``floor_decoder``: lowest visible window position up to and after the cut.
     ``keep_blocks_below``: rows before this position leave block KV alone (PAD). ``tail``: rows that continue past the
     cut (None = all). ``logits``: which rows' logits are wanted.
@@ -38,10 +38,10 @@ class RowInput:
     keep_blocks_below: int = 0
     tail: int | None = None
     logits: Literal["last", "all", "none"] = "last"
+    newest_unknown: bool = False
 
 
-@dataclass(frozen=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """Host view of a row: first token index in the step, count, start position, rows past the cut, window floors."""
 
     first: int
@@ -81,57 +81,75 @@ class Batch:
 
 def build_batch(rows: Sequence[RowInput], layout: KVLayout, *, ngram: int, device: str = "cpu") -> Batch:
     """Concatenate rows into a ``Batch``. ``ngram``: the largest n-gram order of the hash memory (history per token)."""
-    spans: list[RowSpan] = []
-    ids, pos, row_of, lags, ring, pair, block, tails, wanted = ([] for _ in range(9))
-    first = kept = 0
-    width = max(len(r.block_ids) for r in rows)
-    table = np.zeros((len(rows), width), dtype=np.int64)
+    spans, history, origin, tails, wanted = _spans(rows, ngram)
+    B = len(rows)
+    start_B, count_B, slot_B, keep_B = np.array(
+        [(r.start, r.count, r.slot, r.keep_blocks_below) for r in rows], dtype=np.int64
+    ).T
+    first_B = np.cumsum(count_B) - count_B
+    row = np.repeat(np.arange(B), count_B)
+    pos = np.arange(len(row)) - (first_B - start_B)[row]
+    end, slot = (start_B + count_B)[row], slot_B[row]
+    # history holds each row's tokens from up to ngram - 1 before its start; origin is where position 0 would be
+    known = np.array(history, dtype=np.int64)
+    at = np.array(origin, dtype=np.int64)[row] + pos
+    lag = np.arange(ngram)
+    lags = np.where(pos[:, None] >= lag, known[np.maximum(at[:, None] - lag, 0)], -1)
+    table = np.zeros((B, max(len(r.block_ids) for r in rows)), dtype=np.int64)
     for b, r in enumerate(rows):
-        end = r.start + r.count
-        tail = r.count if r.tail is None else min(r.tail, r.count)
-        assert tail == r.count or r.floor_decoder >= end - tail, "trimmed rows must lie below the decoder's floor"
-        positions = np.arange(r.start, end, dtype=np.int64)
-        spans.append(RowSpan(first, r.count, r.start, tail, r.floor_encoder, r.floor_decoder))
-        history = np.full(ngram - 1 + r.count, -1, dtype=np.int64)
-        known = min(ngram - 1, r.start)
-        history[ngram - 1 - known :] = r.token_ids[r.start - known : end]
-        ids.append(history[ngram - 1 :])
-        lags.append(np.lib.stride_tricks.sliding_window_view(history, ngram)[:, ::-1])
-        pos.append(positions)
-        row_of.append(np.full(r.count, b, dtype=np.int64))
-        ring.append(_ring(positions, end, r.slot, layout.ring))
-        pair.append(_ring(positions, end, r.slot, layout.pair_ring))
         table[b, : len(r.block_ids)] = r.block_ids
-        slots = table[b, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        block.append(np.where(positions >= r.keep_blocks_below, slots, PAD))
-        tails.append(np.arange(first + r.count - tail, first + r.count, dtype=np.int64))
-        if r.logits == "all":
-            wanted.append(np.arange(kept, kept + tail, dtype=np.int64))
-        elif r.logits == "last":
-            wanted.append(np.array([kept + tail - 1], dtype=np.int64))
-        first += r.count
-        kept += tail
+    slots = table[row, pos // BLOCK_TOKENS] * BLOCK_TOKENS + pos % BLOCK_TOKENS
 
-    def tensor(parts: list[np.ndarray]) -> Tensor:
-        joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        return torch.from_numpy(np.ascontiguousarray(joined)).to(device, non_blocking=True)
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
     return Batch(
-        rows=tuple(spans),
-        ids_T=tensor(ids),
+        rows=spans,
+        ids_T=tensor(known[at]),
         pos_T=tensor(pos),
-        row_T=tensor(row_of),
+        row_T=tensor(row),
         lag_ids_TN=tensor(lags),
-        ring_slot_T=tensor(ring),
-        pair_slot_T=tensor(pair),
-        ring_slot_B=tensor([np.array([r.slot for r in rows], dtype=np.int64)]),
-        block_slot_T=tensor(block),
-        block_table_BP=torch.from_numpy(table).to(device, non_blocking=True),
-        tail_T=None if kept == first else tensor(tails),
-        logits_T=tensor(wanted),
+        ring_slot_T=tensor(_ring(pos, end, slot, layout.ring)),
+        pair_slot_T=tensor(_ring(pos, end, slot, layout.pair_ring)),
+        ring_slot_B=tensor(slot_B),
+        block_slot_T=tensor(np.where(pos >= keep_B[row], slots, PAD)),
+        block_table_BP=tensor(table),
+        tail_T=None if tails is None else tensor(tails),
+        logits_T=tensor(np.array(wanted, dtype=np.int64)),
     )
 
 
-def _ring(positions: np.ndarray, end: int, slot: int, size: int) -> np.ndarray:
+def _spans(
+    rows: Sequence[RowInput], ngram: int
+) -> tuple[tuple[RowSpan, ...], list[int], list[int], np.ndarray | None, list[int]]:
+    """(spans, tokens of all rows with their history, per row the index of position 0 in them, tail, wanted logits)."""
+    spans: list[RowSpan] = []
+    history: list[int] = []
+    origin: list[int] = []
+    tails: list[np.ndarray] = []
+    wanted: list[int] = []
+    first = kept = 0
+    for r in rows:
+        end = r.start + r.count
+        tail = r.count if r.tail is None else min(r.tail, r.count)
+        assert tail == r.count or r.floor_decoder >= end - tail, "trimmed rows must lie below the decoder's floor"
+        spans.append(RowSpan(first, r.count, r.start, tail, r.floor_encoder, r.floor_decoder))
+        before = max(0, r.start - ngram + 1)
+        origin.append(len(history) - before)
+        history += r.token_ids[before : end - r.newest_unknown]
+        if r.newest_unknown:
+            history.append(0)
+        assert len(history) == origin[-1] + end, "a row needs all its tokens"
+        tails.append(np.arange(first + r.count - tail, first + r.count))
+        if r.logits == "all":
+            wanted += range(kept, kept + tail)
+        elif r.logits == "last":
+            wanted.append(kept + tail - 1)
+        first += r.count
+        kept += tail
+    return tuple(spans), history, origin, None if kept == first else np.concatenate(tails), wanted
+
+
+def _ring(positions: np.ndarray, end: np.ndarray, slot: np.ndarray, size: int) -> np.ndarray:
     """Ring slots of the last ``size`` positions; earlier ones would be overwritten within the chunk, so PAD."""
     return np.where(positions >= end - size, slot * size + positions % size, PAD)

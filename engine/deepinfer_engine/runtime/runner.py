@@ -1,81 +1,180 @@
-"""``Runner``: executes step plans on one device. It contains no policy."""
+"""``Runner``: executes step plans on one device. It contains no policy.
+
+A step has three parts: ``forward`` (build the batch and launch the model), ``sample`` (launch the drawing, once masks
+and the tokens before are known) and ``collect`` (wait for the drawn ids). ``forward`` of the next step may be launched
+before ``collect``: ids that are not known yet are taken on the device from the step before.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from deepinfer_engine.cache.layout import PAD
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.model.ced import CedModel
-from deepinfer_engine.runtime.batch import RowInput, build_batch
-from deepinfer_engine.types import Sequence, StepPlan
+from deepinfer_engine.runtime.batch import Batch, RowInput, build_batch
+from deepinfer_engine.runtime.lane import Lane
+from deepinfer_engine.sample.sampler import Draws, Sampler
+from deepinfer_engine.types import Sequence, StepPlan, TokenLogprob
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Drawn token of every sampled row (PAD where the logits were not finite), and tokens per expert int64 [L, E]."""
+    """Drawn id of every sampled row (negative where it failed), their log-probabilities where wanted, tokens per
+    expert int64 [L, E], host time of building and time from launch to the drawn ids in ms."""
 
-    tokens: dict[str, int]
-    load_LE: torch.Tensor
+    tokens: dict[int, int]
+    logprobs: dict[int, TokenLogprob]
+    load_LE: Tensor
+    build_ms: float
+    run_ms: float
+
+
+@dataclass
+class Flight:
+    """A step between launch and collection. ``sampled``: sequence id → row of the logits."""
+
+    plan: StepPlan
+    sampled: dict[int, int]
+    build_ms: float
+    drawn_rows: dict[int, int] = field(default_factory=dict)
+    logits: Tensor | None = None
+    load_LE: Tensor | None = None
+    draws: Draws | None = None
+    home: Draws | None = None
+    ready: Any = None
+    launched: list[Future[None]] = field(default_factory=list)
+    started_s: float = 0.0
+    run_ms: float = 0.0
 
 
 class Runner:
-    """Model, KV and mesh of one process."""
+    """Model, KV and mesh of one process, and the lane that runs them."""
 
-    def __init__(self, model: CedModel, kv: KVState, ops: Any, mesh: Any, device: str):
+    def __init__(self, model: CedModel, kv: KVState, ops: Any, mesh: Any, device: str, lane: Lane):
         self.model = model
         self.kv = kv
         self.ops = ops
         self.mesh = mesh
         self.device = device
+        self.lane = lane
+        self.sampler = Sampler(ops, model.config.vocab_size, device)
 
-    def run(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> StepOutput:
-        """Forward every planned row, then draw one token for each row that asks for it."""
-        rows = []
+    def forward(self, plan: StepPlan, sequences: Mapping[int, Sequence], previous: Flight | None) -> Flight:
+        """Launch the model over every planned row. ``previous``: the step in flight that draws the missing ids."""
+        began = time.perf_counter()
+        rows: list[RowInput] = []
+        sampled: dict[int, int] = {}
+        late: list[tuple[int, int]] = []  # (token index, row of the previous step's draws)
+        first = 0
         for row in plan.rows:
             seq = sequences[row.seq_id]
+            unknown = row.start + row.count > len(seq.token_ids)
+            if unknown:
+                assert previous is not None and row.count == 1
+                late.append((first, previous.drawn_rows[row.seq_id]))
+            wants = "last" if row.sample else "none"
+            block_ids = seq.block_ids
             rows.append(
-                RowInput(
-                    token_ids=seq.token_ids,
-                    start=row.start,
-                    count=row.count,
-                    slot=seq.slot,
-                    block_ids=seq.block_ids,
-                    logits="last" if row.sample else "none",
-                )
+                RowInput(seq.token_ids, row.start, row.count, seq.slot, block_ids, logits=wants, newest_unknown=unknown)
             )
+            if row.sample:
+                sampled[row.seq_id] = len(sampled)
+            first += row.count
         batch = build_batch(rows, self.kv.layout, ngram=self.model.config.engram_max_ngram_size, device=self.device)
-        out = self.model.forward(batch, self.kv, self.ops, self.mesh)
-        sampled = [sequences[row.seq_id] for row in plan.rows if row.sample]
-        drawn = self._draw(out.logits, sampled) if sampled else []
-        return StepOutput({s.request.id: t for s, t in zip(sampled, drawn, strict=True)}, out.load_LE)
+        where = self._pairs(late) if late else None
+        flight = Flight(plan, sampled, (time.perf_counter() - began) * 1000)
 
-    def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-        """One id per row of logits [B, V]; the noise of a row depends on its seed and position only."""
-        params = [s.request.sampling for s in sequences]
-        greedy = all(p.temperature == 0 for p in params)
+        def work() -> None:
+            flight.started_s = time.perf_counter()
+            if where is not None:
+                assert previous is not None and previous.draws is not None
+                _fill(batch, where, previous.draws.ids)
+            out = self.model.forward(batch, self.kv, self.ops, self.mesh)
+            flight.logits, flight.load_LE = out.logits, out.load_LE
 
-        def column(values: list, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(logits.device, non_blocking=True)
+        flight.launched.append(self.lane.launch(work))
+        return flight
 
-        ids = self.ops.sample(
-            logits,
-            temperature=column([p.temperature for p in params], torch.float32),
-            top_k=column([p.top_k for p in params], torch.int64),
-            top_p=column([p.top_p for p in params], torch.float32),
-            min_p=column([p.min_p for p in params], torch.float32),
-            seed=column([_signed(s.seed) for s in sequences], torch.int64),
-            position=column([len(s.token_ids) for s in sequences], torch.int64),
-            all_greedy=greedy,
-        )
-        finite = torch.isfinite(logits).all(-1)
-        return torch.where(finite, ids, PAD).tolist()
+    def sample(self, flight: Flight, sequences: Mapping[int, Sequence], masks: Mapping[int, np.ndarray]) -> None:
+        """Launch the drawing for rows whose sequence still runs as planned (``sequences``: uid → running sequence)."""
+        rows = [r for r in flight.plan.rows if r.sample]
+        live = [r.seq_id for r in rows if r.seq_id in sequences and sequences[r.seq_id].generation == r.generation]
+        flight.drawn_rows = {uid: i for i, uid in enumerate(live)}
+        inputs = self.sampler.prepare([sequences[uid] for uid in live], masks) if live else None
+        index = None
+        if 0 < len(live) < len(flight.sampled):
+            index = torch.tensor([flight.sampled[u] for u in live]).to(self.device, non_blocking=True)
+
+        def work() -> None:
+            if inputs is not None:
+                assert flight.logits is not None
+                logits = flight.logits if index is None else flight.logits.index_select(0, index)
+                flight.draws = self.sampler.draw(logits, inputs)
+            flight.logits = None
+            self._send_home(flight)
+
+        flight.launched.append(self.lane.launch(work))
+
+    def collect(self, flight: Flight) -> StepOutput:
+        """Wait for a step's ids. Raises what its launched work raised."""
+        for launched in flight.launched:
+            launched.result()
+        if flight.ready is not None:
+            flight.ready.synchronize()
+            flight.run_ms = (time.perf_counter() - flight.started_s) * 1000
+        assert flight.load_LE is not None
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprob] = {}
+        home = flight.home
+        if home is not None:
+            tokens = dict(zip(flight.drawn_rows, home.ids.tolist(), strict=True))
+            logprobs = _logprobs(home, list(flight.drawn_rows))
+        return StepOutput(tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms)
+
+    def _send_home(self, flight: Flight) -> None:
+        """Copy the draws to the host; on a device without waiting, ``ready`` tells when they are there."""
+        if not self.device.startswith("cuda"):
+            flight.home = flight.draws
+            flight.run_ms = (time.perf_counter() - flight.started_s) * 1000
+            return
+        if flight.draws is not None:
+            parts = (flight.draws.ids, flight.draws.wanted, flight.draws.logprob)
+            parts += (flight.draws.top_ids, flight.draws.top_values)
+            flight.home = Draws(*(None if t is None else _pinned(t) for t in parts))  # pyright: ignore[reportArgumentType]
+        flight.ready = torch.cuda.Event()
+        flight.ready.record()
+
+    def _pairs(self, late: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        both = torch.tensor(late, dtype=torch.int64).to(self.device, non_blocking=True)
+        return both[:, 0], both[:, 1]
 
 
-def _signed(seed: int) -> int:
-    """The bits of an unsigned 64-bit seed as int64."""
-    return seed - 2**64 if seed >= 2**63 else seed
+def _fill(batch: Batch, where: tuple[Tensor, Tensor], drawn: Tensor) -> None:
+    """Put ids that the step before drew into their places; a failed draw (negative) is run as id 0 and dropped."""
+    at, source = where
+    ids = drawn.index_select(0, source).clamp(min=0)
+    batch.ids_T.index_copy_(0, at, ids)
+    batch.lag_ids_TN[:, 0].index_copy_(0, at, ids)
+
+
+def _pinned(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _logprobs(draws: Draws, uids: list[int]) -> dict[int, TokenLogprob]:
+    if draws.wanted is None or draws.logprob is None or draws.top_ids is None or draws.top_values is None:
+        return {}
+    ids = draws.ids.tolist()
+    values, best, best_values = draws.logprob.tolist(), draws.top_ids.tolist(), draws.top_values.tolist()
+    return {
+        uids[row]: TokenLogprob(ids[row], values[w], tuple(zip(best[w], best_values[w], strict=True)))
+        for w, row in enumerate(draws.wanted.tolist())
+    }

@@ -1,26 +1,39 @@
-"""Continuous batching over data-parallel ranks: who is admitted, which rows a step runs, who is finished.
+"""``Scheduler``: the one owner of sequences, ring slots and blocks. It asks the deciders and applies their plans.
 
-Every sequence takes a ring slot and all blocks it can ever need when it is admitted, so an admitted sequence always
-finishes. A step runs every decode row first, then prompt chunks under each rank's token budget, in order of arrival.
-A request goes to the rank with the fewest rows, then the fewest tokens, then the lowest number.
+Life of a sequence: new, waiting (in order of arrival), running on one rank, finished. A sequence is admitted with the
+blocks of all tokens it has; while it decodes it takes a block every 128 tokens. Preemption sends it back to the queue,
+at the place of its arrival, with its tokens kept and its KV to be computed again.
+
+Steps may be planned before the tokens of the step before them are known: a planned draw counts as ``pending`` until
+``commit``. Resources of a finished or preempted sequence are free at once, although a step in flight may still write
+them: steps run in order on one device, so whoever gets them next writes later.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from deepinfer_engine.cache.layout import PAD
 from deepinfer_engine.cache.pool import IdPool
 from deepinfer_engine.config.model import BLOCK_TOKENS
 from deepinfer_engine.errors import CapacityError, UsageError
-from deepinfer_engine.types import FinishReason, PlannedRow, Sequence, StepPlan
+from deepinfer_engine.sched.prefill_budget import CostFit
+from deepinfer_engine.sched.router import Head, RankLoad, route
+from deepinfer_engine.sched.rows import plan_decode, plan_prefill
+from deepinfer_engine.types import FinishReason, Sequence, StepPlan
+
+#: weight of the latest answer's length in the expected length of the next
+_LENGTH_DECAY = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Capacities: data-parallel ranks, and per rank the rows, blocks and prompt tokens of a step."""
+    """Capacities: data-parallel ranks, and per rank the rows, blocks and prompt tokens of a step.
+
+    ``step_budget_ms`` 0 means that prompt chunks are cut by tokens only.
+    """
 
     dp: int
     rows: int
@@ -28,64 +41,120 @@ class Limits:
     chunk_tokens: int
     context_tokens: int
     eos_token_id: int
+    step_budget_ms: float = 0.0
+
+
+class Drawn(NamedTuple):
+    """A token that came back: its sequence, its id, and why the sequence ended with it (None: it goes on)."""
+
+    seq: Sequence
+    token: int
+    reason: FinishReason | None
 
 
 class Scheduler:
-    """Owns the sequences in flight and the pools of slots and blocks."""
+    """Owns the sequences in flight and the pools of slots and blocks. Not thread-safe."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self.slots = [IdPool(limits.rows, "rows") for _ in range(limits.dp)]
         self.blocks = [IdPool(limits.blocks, "blocks") for _ in range(limits.dp)]
-        self.waiting: deque[Sequence] = deque()
-        self.running: dict[str, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        self.waiting: dict[int, Sequence] = {}
+        self.fit = CostFit()
+        self.preemptions = 0
+        self._queue: list[int] = []  # heap of waiting uids; entries whose sequence left stay until they surface
+        self._rank_seqs = [0] * limits.dp
+        self._rank_tokens = [0] * limits.dp
+        self._free_slots = limits.dp * limits.rows
+        self._mean_new: float | None = None
+        self._next_uid = 0
         self._step = 0
 
     # ------------------------------------------------------------- admission
 
-    def submit(self, seq: Sequence) -> None:
-        """Queue a sequence. A request that can never fit is refused here, with need and have."""
-        limits = self.limits
-        if seq.request.id in self.running or any(s.request.id == seq.request.id for s in self.waiting):
-            raise UsageError(f"request id {seq.request.id!r} is already in flight")
+    def check(self, seq: Sequence) -> None:
+        """Refuse a sequence that can never run, with need and have."""
+        limits, name = self.limits, seq.request.id
         if not seq.num_prompt:
-            raise UsageError(f"request {seq.request.id!r} has an empty prompt")
+            raise UsageError(f"request {name!r} has an empty prompt")
         if seq.max_len > limits.context_tokens:
             raise CapacityError(
-                f"request {seq.request.id!r} needs {seq.num_prompt} prompt + {seq.request.sampling.max_tokens} new "
+                f"request {name!r} needs {seq.num_prompt} prompt + {seq.request.sampling.max_tokens} new "
                 f"tokens, the context holds {limits.context_tokens}",
                 hint="lower --max-tokens, shorten the prompt or raise sched.max_context_tokens",
             )
         need = -(-seq.max_len // BLOCK_TOKENS)
         if need > limits.blocks:
             raise CapacityError(
-                f"request {seq.request.id!r} needs {need} blocks of {BLOCK_TOKENS} tokens, a rank has {limits.blocks}",
+                f"request {name!r} needs {need} blocks of {BLOCK_TOKENS} tokens, a rank has {limits.blocks}",
                 hint="raise cache.hbm_tokens_per_rank",
             )
-        self.waiting.append(seq)
 
-    def _admit(self) -> None:
-        while self.waiting:
-            seq = self.waiting[0]
-            need = -(-seq.max_len // BLOCK_TOKENS)
-            ranks = [r for r in range(self.limits.dp) if self.slots[r].free and self.blocks[r].free >= need]
-            if not ranks:
-                return  # in order of arrival: nobody overtakes the head of the queue
-            rank = min(ranks, key=lambda r: (self.slots[r].used, self.blocks[r].used, r))
-            self.waiting.popleft()
-            seq.dp_rank = rank
-            seq.slot = self.global_slot(rank, self.slots[rank].take(1)[0])
-            seq.block_ids = [self.global_block(rank, b) for b in self.blocks[rank].take(need)]
-            seq.state = "running"
-            self.running[seq.request.id] = seq
+    def reserve(self, seq: Sequence) -> int:
+        """Check a new sequence and give it its place in the order of arrival; ``submit`` queues it, now or later."""
+        assert seq.state == "new" and seq.uid < 0
+        self.check(seq)
+        seq.uid = self._next_uid
+        self._next_uid += 1
+        return seq.uid
 
-    def global_slot(self, rank: int, slot: int) -> int:
-        """Number of a rank's slot in the store that all virtual ranks share."""
-        return rank * self.limits.rows + slot
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence at the place of its arrival."""
+        if seq.uid < 0:
+            self.reserve(seq)
+        assert seq.state == "new"
+        self._enqueue(seq)
 
-    def global_block(self, rank: int, block: int) -> int:
-        """Number of a rank's block in the shared store."""
-        return rank * self.limits.blocks + block
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.state = "waiting"
+        self.waiting[seq.uid] = seq
+        heapq.heappush(self._queue, seq.uid)
+
+    def _admit(self) -> list[Sequence]:
+        heads: list[Sequence] = []
+        while self._queue and len(heads) < self._free_slots:
+            seq = self.waiting.get(heapq.heappop(self._queue))
+            if seq is not None:
+                heads.append(seq)
+        if not heads:
+            return []
+        loads = [
+            RankLoad(self._rank_seqs[r], self._rank_tokens[r], self.slots[r].free, self.blocks[r].free)
+            for r in range(self.limits.dp)
+        ]
+        ranks = route([Head(self._expected(s), -(-len(s.token_ids) // BLOCK_TOKENS)) for s in heads], loads)
+        for seq, rank in zip(heads, ranks, strict=False):
+            self._place(seq, rank)
+        for seq in heads[len(ranks) :]:
+            heapq.heappush(self._queue, seq.uid)
+        return heads[: len(ranks)]
+
+    def _expected(self, seq: Sequence) -> int:
+        """Length the router counts: prompt plus the recent mean answer, bounded by what the request allows."""
+        new = seq.request.sampling.max_tokens
+        if self._mean_new is not None:
+            new = min(new, round(self._mean_new))
+        return max(len(seq.token_ids), seq.num_prompt + new)
+
+    def _place(self, seq: Sequence, rank: int) -> None:
+        del self.waiting[seq.uid]
+        seq.dp_rank = rank
+        seq.slot = rank * self.limits.rows + self.slots[rank].take(1)[0]
+        seq.num_computed = seq.pending = 0
+        seq.block_ids = []
+        self._grow(seq, -(-len(seq.token_ids) // BLOCK_TOKENS))
+        seq.expected_len = self._expected(seq)
+        seq.state = "running"
+        self.running[seq.uid] = seq
+        self._rank_seqs[rank] += 1
+        self._rank_tokens[rank] += seq.expected_len
+        self._free_slots -= 1
+
+    def _grow(self, seq: Sequence, count: int) -> None:
+        """``count`` more blocks, numbered in the store that all virtual ranks share."""
+        base = seq.dp_rank * self.limits.blocks
+        seq.block_ids.extend(base + b for b in self.blocks[seq.dp_rank].take(count))
 
     # -------------------------------------------------------------- planning
 
@@ -94,76 +163,118 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> StepPlan:
-        """Admit what fits and plan one step; the plan has no rows when nothing can run."""
-        self._admit()
-        left = [self.limits.chunk_tokens] * self.limits.dp
-        decode, prefill = [], []
-        for seq in self.running.values():
-            remaining = len(seq.token_ids) - seq.num_computed
-            if seq.num_computed >= seq.num_prompt:
-                decode.append(
-                    PlannedRow(seq.request.id, seq.dp_rank, seq.num_computed, remaining, "decode", sample=True)
-                )
-                continue
-            count = min(remaining, left[seq.dp_rank])
-            if count:
-                left[seq.dp_rank] -= count
-                sample = count == remaining
-                prefill.append(
-                    PlannedRow(seq.request.id, seq.dp_rank, seq.num_computed, count, "prefill", sample=sample)
-                )
+        """Preempt, admit and plan one step; no rows when nothing can run before a result comes back."""
+        free = [pool.free for pool in self.blocks] if self.running else []
+        decode = plan_decode(self.running.values(), free)
+        for seq in decode.preempt:
+            self._preempt(seq)
+        for seq in decode.grow:
+            self._grow(seq, 1)
+        admitted = self._admit() if self._queue and self._free_slots else []
+        prefill = plan_prefill(
+            [*decode.prefilling, *admitted],
+            decode.rows,
+            chunk_tokens=self.limits.chunk_tokens,
+            budget_ms=self.limits.step_budget_ms,
+            cost=self.fit.cost,
+        )
+        rows = (*decode.rows, *prefill)
+        for row in rows:
+            seq = self.running[row.seq_id]
+            seq.num_computed = row.start + row.count
+            if row.sample:
+                seq.pending += 1
         self._step += 1
-        return StepPlan(self._step, (*decode, *prefill))
+        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), tuple(s.uid for s in decode.preempt))
+
+    def observe(self, plan: StepPlan, ms: float) -> None:
+        """Learn the cost of a step from its measured time; only where a time budget is to be kept."""
+        if self.limits.step_budget_ms > 0:
+            self.fit.observe(((r.start, r.count) for r in plan.rows), ms)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.pending = 0
+        seq.generation += 1
+        seq.preemptions += 1
+        self.preemptions += 1
+        self._enqueue(seq)
 
     # ------------------------------------------------------------ completion
 
-    def commit(self, plan: StepPlan, tokens: Mapping[str, int]) -> list[Sequence]:
-        """Apply a step's result: ``tokens`` holds the drawn id of every sampled row, PAD for one that failed.
+    def commit(self, plan: StepPlan, tokens: Mapping[int, int]) -> list[Drawn]:
+        """Apply a step's result: ``tokens`` holds the drawn id of every sampled row, negative for one that failed.
 
-        Returns the sequences that finished, their slots and blocks given back.
+        Rows of sequences that ended or were preempted since the step was planned are dropped.
         """
-        finished = []
+        drawn = []
         for row in plan.rows:
-            seq = self.running.get(row.seq_id)
-            if seq is None:
-                continue  # aborted while the step ran
-            seq.num_computed = row.start + row.count
             if not row.sample:
                 continue
+            seq = self.running.get(row.seq_id)
+            if seq is None or seq.generation != row.generation:
+                continue
+            seq.pending -= 1
             token = tokens[row.seq_id]
             reason = self._append(seq, token)
             if reason is not None:
-                self._finish(seq, reason)
-                finished.append(seq)
-        return finished
+                self.finish(seq, reason)
+            drawn.append(Drawn(seq, token, reason))
+        return drawn
 
     def _append(self, seq: Sequence, token: int) -> FinishReason | None:
-        if token == PAD:
+        if token < 0:
             return "error"
         seq.token_ids.append(token)
-        if token == self.limits.eos_token_id and not seq.request.sampling.ignore_eos:
+        sampling = seq.request.sampling
+        if token == self.limits.eos_token_id and not sampling.ignore_eos:
             return "stop"
-        return "length" if seq.num_generated >= seq.request.sampling.max_tokens else None
+        if token in sampling.stop_token_ids:
+            return "stop"
+        return "length" if seq.num_generated >= sampling.max_tokens else None
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """End a request in any state; None when it is not in flight. Safe to call twice."""
-        for seq in self.waiting:
-            if seq.request.id == request_id:
-                self.waiting.remove(seq)
-                seq.state, seq.finish_reason = "finished", "abort"
-                return seq
-        seq = self.running.get(request_id)
+    def abort(self, uid: int) -> Sequence | None:
+        """End a sequence in any state; None when it is not in flight. Safe to call twice."""
+        seq = self.running.get(uid) or self.waiting.get(uid)
         if seq is not None:
-            self._finish(seq, "abort")
+            self.finish(seq, "abort")
         return seq
 
-    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        del self.running[seq.request.id]
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence that is waiting or running, and free what it holds."""
+        if seq.state == "running":
+            self._release(seq)
+        else:
+            del self.waiting[seq.uid]
+        if reason in ("stop", "length"):
+            new = float(seq.num_generated)
+            self._mean_new = new if self._mean_new is None else self._mean_new + _LENGTH_DECAY * (new - self._mean_new)
+        seq.state, seq.finish_reason = "finished", reason
+        if not self.busy:
+            self.verify()
+
+    def _release(self, seq: Sequence) -> None:
+        del self.running[seq.uid]
         rank = seq.dp_rank
         self.slots[rank].give([seq.slot - rank * self.limits.rows])
         self.blocks[rank].give([b - rank * self.limits.blocks for b in seq.block_ids])
+        self._rank_seqs[rank] -= 1
+        self._rank_tokens[rank] -= seq.expected_len
+        self._free_slots += 1
         seq.block_ids = []
-        seq.state, seq.finish_reason = "finished", reason
-        if not self.busy:
-            for pool in (*self.slots, *self.blocks):
-                pool.check()
+        seq.slot = seq.dp_rank = -1
+
+    def verify(self) -> None:
+        """Assert that slots and blocks in use are exactly those of running sequences, each held once."""
+        limits = self.limits
+        held_slots = [s.slot for s in self.running.values()]
+        held_blocks = [b for s in self.running.values() for b in s.block_ids]
+        assert len(set(held_slots)) == len(held_slots) and len(set(held_blocks)) == len(held_blocks)
+        assert sum(p.used for p in self.slots) == len(held_slots) == limits.dp * limits.rows - self._free_slots
+        assert sum(p.used for p in self.blocks) == len(held_blocks)
+        for rank in range(limits.dp):
+            mine = [s for s in self.running.values() if s.dp_rank == rank]
+            assert self._rank_seqs[rank] == len(mine)
+            assert self._rank_tokens[rank] == sum(s.expected_len for s in mine)
+            self.slots[rank].check()
+            self.blocks[rank].check()

@@ -16,9 +16,8 @@ from deepinfer_engine.cache.prefix import extend_keys, namespace_root
 from deepinfer_engine.cache.replay import ReplayShape, plan_prefill
 from deepinfer_engine.cache.store.interface import StoreOptions, open_store
 from deepinfer_engine.cache.tiers import Payload
-from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig, load_model_config
+from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
-from deepinfer_engine.config.resources import model_dir
 from deepinfer_engine.errors import ArtefactError, UsageError
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.tokens.tokenizer import Tokenizer
@@ -29,23 +28,17 @@ from deepinfer_engine.verify.yoco_subject import Subject
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_kernels.registry import resolve
 
-#: config of the released model, shipped without weights
-RELEASE = "v41-flash"
-
-#: Forced tokens come from this text: ordinary prose with numbers, names and repetition, as prompts have.
-_TEXT = """The tide table of the harbour is kept in a ledger with a cloth spine. Every evening at nine the keeper writes
-three numbers: the height of the water in centimetres, the direction of the wind, and how many boats are still out.
-On the fourth of March it read 412, north-west, 7. On the fifth it read 388, west, 2, and beside it, in pencil: the
-Anna came in with a torn sail. Nobody reads the ledger except the keeper and, once a year, a clerk from the city who
-copies the largest height and the smallest. The clerk asked why the boats are counted at all. Because, said the
-keeper, a number that nobody needs today is the only one you cannot measure tomorrow. The largest height of that year
-was 497 and the smallest 12; the most boats out at nine were 31, on the evening of the regatta. """
+#: control tokens of the V4.1 prompt format
+_BEGIN, _END, _USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
+_ASSISTANT, _ANSWER = "<｜Assistant｜>", "</think>"
 
 
 def open_stage(directory: Path, *, numerics: str = "float", ranks: int = 1, device: str = "cpu") -> Stage:
     """A loaded model on one process; ``ranks`` virtual expert-parallel ranks. Raises ``CheckpointError``."""
     checkpoint = Checkpoint.open(directory)
-    ops = resolve(numerics, "cpu" if device == "cpu" else "sm90")
+    # invariant operations: a sum in another order may turn a tie of the indexer or router, and that is no fault
+    invariant = numerics != "reference"
+    ops = resolve(numerics, "cpu" if device == "cpu" else "sm90", batch_invariant=invariant)
     profile = load_profile("cpu-nano").profile
     parallel = profile.parallel.model_copy(update={"ep": ranks})
     loaded = load_model(
@@ -59,13 +52,23 @@ def open_stage(directory: Path, *, numerics: str = "float", ranks: int = 1, devi
 
 
 def forced_tokens(directory: Path, config: ModelConfig, count: int) -> list[int]:
-    """``count`` tokens of the built-in text, which repeats with a running number."""
+    """``count`` tokens of a long conversation about sums, which every model of the family knows how to continue.
+
+    In the V4.1 prompt format where the tokenizer has its control tokens, as plain text where it has none.
+    """
     tokenizer = Tokenizer.from_dir(directory)
-    ids: list[int] = []
-    page = 0
+    try:
+        begin, end, user, assistant, answer = (
+            [tokenizer.control_id(name)] for name in (_BEGIN, _END, _USER, _ASSISTANT, _ANSWER)
+        )
+    except ArtefactError:
+        begin, end, user, assistant, answer = [config.bos_token_id], *(tokenizer.encode_text(t) for t in "\n\n  ")
+    ids, turn = list(begin), 0
     while len(ids) < count:
-        page += 1
-        ids += tokenizer.encode_text(f"Page {page}. {_TEXT}")
+        a, b = 17 + 37 * turn % 80, 11 + 53 * turn % 70
+        turn += 1
+        ids += [*user, *tokenizer.encode_text(f"What is {a}+{b}?"), *assistant, *answer]
+        ids += [*tokenizer.encode_text(str(a + b)), *end]
     return check_tokens(ids[:count], config)
 
 
@@ -105,7 +108,7 @@ def _ranks(directory: Path, check: Level2Check, ranks: int) -> Row:
     want = expect(check.sizes, check.case("bounded"))
     got = oracle(stage, Place(kv, 1, list(range(1, check.blocks(1) + 1))), check.short, check.first, want)
     gap = (got.logprobs - check.truth["bounded"].logprobs).abs().max().item()
-    return Row(f"{ranks} virtual ranks = one", "close", got.logprobs.numel(), gap, 1e-4)
+    return Row(f"{ranks} virtual ranks = one", got.logprobs.numel(), gap)
 
 
 def _stored_bytes(directory: Path, check: Level2Check) -> Row:
@@ -142,9 +145,4 @@ def _stored_bytes(directory: Path, check: Level2Check) -> Row:
     a = play(stage, subject, there, ids, span)
     b = play(stage, subject, here, ids, span)
     gap = (a.logprobs - b.logprobs).abs().max().item()
-    return Row("hit through stored bytes = hit in place (reference)", "bits", a.logprobs.numel(), gap, 0.0)
-
-
-def release_config() -> ModelConfig:
-    """Config of the released model."""
-    return load_model_config(model_dir(RELEASE))
+    return Row("hit through stored bytes = hit in place (reference)", a.logprobs.numel(), gap)

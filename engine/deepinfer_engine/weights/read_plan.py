@@ -7,7 +7,7 @@ w1 and w3 concatenated (``experts.w13``), ``wq_a`` + ``wkv``, the shared expert'
 is below 1 MiB; a gap that holds bytes of another rank's experts is never bridged. A tensor wanted twice (an expert in
 two slots of a rank) is read once and copied.
 
-Ownership without a slot table is the identity placement: rank r of R owns experts [r·S, (r+1)·S), S = ceil(E / R).
+Ownership without a slot table is the identity placement: expert e of E belongs to rank ⌊e · R / E⌋ of R.
 """
 
 from __future__ import annotations
@@ -95,9 +95,8 @@ class ReadPlan:
 
 
 def owned_experts(experts: int, ep: int, rank: int) -> range:
-    """Experts of ``rank`` in the identity placement; the last ranks may own fewer, or none."""
-    slots = -(-experts // ep)
-    return range(min(rank * slots, experts), min((rank + 1) * slots, experts))
+    """Experts of ``rank`` in the identity placement: expert e belongs to rank ⌊e · R / E⌋; shares differ by one."""
+    return range(-(-rank * experts // ep), -(-(rank + 1) * experts // ep))
 
 
 def engram_rows(config: ModelConfig, layer: int, ep: int, rank: int) -> range:

@@ -12,7 +12,7 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.model_v4 import AnyConfig, V4Config
 from deepinfer_engine.errors import UsageError
 from deepinfer_engine.weights.plan import tensor_families
-from deepinfer_engine.weights.read_plan import engram_rows, owned_experts
+from deepinfer_engine.weights.read_plan import engram_rows
 from deepinfer_engine.weights.tensor_spec import Family
 
 #: Order of the component table; a component that a config does not have is left out.
@@ -80,7 +80,7 @@ def components(config: AnyConfig, ep: int = 1) -> tuple[Component, ...]:
 
 def _rank_bytes(config: AnyConfig, family: Family, share: str, ep: int) -> int:
     if share == "experts":
-        return family.nbytes // family.count * len(owned_experts(family.count, ep, 0))
+        return family.nbytes // family.count * -(-family.count // ep)
     if share == "rows":
         assert isinstance(config, ModelConfig)
         layer = int(family.place)

@@ -46,6 +46,54 @@ def uniforms(seed: Tensor, position: Tensor, stream: int, n: int) -> Tensor:
     return ((words.flatten(1)[:, :n] >> 8).double() + 0.5) * 2.0**-24
 
 
+def adjust_logits(
+    num: Numerics,
+    logits: Tensor,
+    *,
+    row: Tensor,
+    token: Tensor,
+    count: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    bias_row: Tensor,
+    bias_token: Tensor,
+    bias: Tensor,
+    mask_row: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """Copy of logits f32 [B, V] with penalties, then biases, then masks applied.
+
+    (row, token) [P] int64 are distinct pairs of tokens a row has in prompt or answer, ``count`` [P] how often in the
+    answer; presence, frequency and repetition [P] are the row's penalties: a positive logit is divided by
+    ``repetition``, another multiplied, then ``frequency`` · count and, for count > 0, ``presence`` are subtracted.
+    (bias_row, bias_token) [Q] distinct, bias [Q] added. mask int32 [G, ceil(V/32)] of rows mask_row [G]: a token whose
+    bit v % 32 of word v // 32 is clear gets −inf.
+    """
+    out = logits.clone()
+    if row.numel():
+        x = out[row, token]
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        out[row, token] = x - frequency * count - presence * (count > 0)
+    if bias_row.numel():
+        out[bias_row, bias_token] = out[bias_row, bias_token] + bias
+    if mask_row.numel():
+        bits = torch.arange(32, device=mask.device, dtype=torch.int32)
+        allowed = ((mask.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : out.shape[1]].bool()
+        out[mask_row] = out[mask_row].masked_fill(~allowed, float("-inf"))
+    return out
+
+
+def token_logprobs(num: Numerics, logits: Tensor, ids: Tensor, *, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability f32 [B] of ids [B], best ids int64 [B, top], their log-probabilities f32 [B, top]).
+
+    Of the logits f32 [B, V] as given. Best first, equal values by ascending id.
+    """
+    logp = logits.log_softmax(-1)
+    order = torch.sort(logp, dim=-1, descending=True, stable=True)
+    return logp.gather(1, ids.unsqueeze(1)).squeeze(1), order.indices[:, :top], order.values[:, :top]
+
+
 def target_logprobs(
     num: Numerics, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
@@ -74,8 +122,10 @@ def target_logprobs(
 
 def draw(num: Numerics, logprobs: Tensor, seed: Tensor, position: Tensor, stream: int = TARGET) -> Tensor:
     """Token ids [B] by the Gumbel-max rule on f64 log-probabilities; ties go to the lowest id."""
-    u = uniforms(seed, position, stream, logprobs.shape[1])
-    return (logprobs - torch.log(-torch.log(u))).argmax(-1)
+    n = logprobs.shape[1]
+    # whole multiples of 64 columns: a vectorised log then has no remainder that other code computes
+    u = uniforms(seed, position, stream, -(-n // 64) * 64)
+    return (logprobs - torch.log(-torch.log(u))[:, :n]).argmax(-1)
 
 
 def sample(

@@ -79,5 +79,19 @@ def cuda_torch(capabilities=((9, 0),), memory_gib=139.8, built_for=("sm_80", "sm
     )
 
 
+def npu_torch(name, count, memory_gib):
+    return SimpleNamespace(
+        __version__="2.13.0",
+        version=SimpleNamespace(cuda=None),
+        cuda=SimpleNamespace(is_available=lambda: False),
+        npu=SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda: count,
+            get_device_name=lambda i: name,
+            get_device_properties=lambda i: SimpleNamespace(total_memory=memory_gib * GIB),
+        ),
+    )
+
+
 def distribution(name, version, *, from_index=True, scripts=()):
     return Distribution(name, version, from_index, tuple(scripts))

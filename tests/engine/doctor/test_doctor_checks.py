@@ -30,8 +30,8 @@ assert _spec is not None and _spec.loader is not None
 machines = importlib.util.module_from_spec(_spec)
 sys.modules["doctor_machines"] = machines
 _spec.loader.exec_module(machines)
-Machine, cuda_torch, cpu_torch, distribution = (
-    machines.Machine, machines.cuda_torch, machines.cpu_torch, machines.distribution,
+Machine, cuda_torch, cpu_torch, npu_torch, distribution = (
+    machines.Machine, machines.cuda_torch, machines.cpu_torch, machines.npu_torch, machines.distribution,
 )  # fmt: skip
 
 
@@ -98,11 +98,9 @@ def test_every_check_has_a_group_and_a_subject(tmp_path):
 
 def test_devices_that_torch_cannot_use_fail(tmp_path):
     machine = Machine(tmp_path, files={"/dev/nvidia0": "", "/dev/nvidia1": "", "/dev/nvidiactl": ""})
-    expect(
-        accelerator.check_devices(machine, None), "device", "fail", "2 NVIDIA devices under /dev", "CUDA build of torch"
-    )
+    expect(accelerator.check_devices(machine), "device", "fail", "2 NVIDIA devices under /dev", "CUDA build of torch")
     machine = Machine(tmp_path / "npu", files={"/dev/davinci0": ""})
-    expect(accelerator.check_devices(machine, None), "device", "fail", "1 Ascend devices", "torch_npu build")
+    expect(accelerator.check_devices(machine), "device", "fail", "1 Ascend devices", "torch_npu build")
 
 
 @pytest.mark.parametrize(
@@ -120,12 +118,20 @@ def test_devices_that_torch_cannot_use_fail(tmp_path):
 )
 def test_torch_code_is_compared_with_the_device(tmp_path, capability, built_for, status):
     machine = Machine(tmp_path, torch=cuda_torch((capability,), built_for=built_for))
-    assert one(accelerator.check_devices(machine, None), "torch code").status == status
+    assert one(accelerator.check_devices(machine), "torch code").status == status
+
+
+@pytest.mark.parametrize(("name", "status"), [("Ascend950DT_2", "pass"), ("Ascend910B4", "fail")])
+def test_ascend_devices_are_told_apart_by_their_name(tmp_path, name, status):
+    machine = Machine(tmp_path, modules=["torch_npu"], torch=npu_torch(name, 8, 135))
+    expect(accelerator.check_devices(machine), "device", "pass", f"8 x {name}")
+    findings = accelerator.check_profile_hardware(machine, profile("decode-ep64-ascend950"))
+    expect(findings, "profile hardware", status)
 
 
 def test_mixed_devices_fail(tmp_path):
     machine = Machine(tmp_path, torch=cuda_torch(((9, 0), (10, 0))))
-    expect(accelerator.check_devices(machine, None), "device mix", "fail", "sm100+sm90")
+    expect(accelerator.check_devices(machine), "device mix", "fail", "sm100+sm90")
 
 
 def test_profile_for_another_machine_fails(tmp_path):
@@ -386,9 +392,11 @@ def test_unwritable_kernel_cache_fails(tmp_path, monkeypatch):
 # -------------------------------------------------------------------- storage
 
 
-def test_disk_too_small_for_the_release_warns(tmp_path):
-    machine = Machine(tmp_path, environ={"HF_HOME": "/data/hf"}, free=200 * machines.GIB)
-    expect(storage.check_disk(machine), "disk", "warn", "/data/hf: 200 of 400 GiB free", "475 GiB")
+def test_disk_too_small_for_the_release_warns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = Machine(tmp_path, free=200 * machines.GIB)
+    finding = expect(storage.check_disk(machine), "disk", "warn", "200 of 400 GiB free", "475 GiB", "--dest FOLDER")
+    assert finding.found.startswith(str(tmp_path))
     expect(storage.check_disk(Machine(tmp_path)), "disk", "pass")
 
 
@@ -427,6 +435,47 @@ def test_weights_that_are_not_a_checkpoint_fail(tmp_path):
     (tmp_path / "config.json").write_text("<!doctype html>")
     expect(storage.check_weights(tmp_path), "weights", "fail", "config.json")
     expect(storage.check_weights(tmp_path / "absent"), "weights", "fail", "not a directory")
+
+
+def fetched(folder, *, stamped=("a.bin", "b.bin"), listed=("a.bin", "b.bin", "c.bin")):
+    """A folder that a fetch filled: every listed file but the last exists, the stamped ones were checked."""
+    import hashlib
+
+    from deepinfer_engine.weights.fetch.files import RemoteFile, hash_bytes
+    from deepinfer_engine.weights.fetch.manifest import Manifest, manifest_path
+
+    remote = [RemoteFile(name, 4, "sha256:" + hashlib.sha256(name[:1].encode() * 4).hexdigest()) for name in listed]
+    manifest = Manifest("org/model", "main", "c" * 40, tuple(remote))
+    for name in listed[:-1]:
+        (folder / name).write_bytes(name[:1].encode() * 4)
+        if name in stamped:
+            manifest.stamp(name, folder / name, hash_bytes((folder / name).read_bytes()))
+    manifest_path(folder).parent.mkdir()
+    manifest.save(folder)
+
+
+def test_manifest_of_a_fetch_tells_whether_files_are_as_they_were(tmp_path):
+    expect(storage.check_manifest(tmp_path), "weights manifest", "pass", "no fetch is remembered")
+    fetched(tmp_path)
+    expect(storage.check_manifest(tmp_path), "weights manifest", "pass", "org/model at cccccccccccc: 2 files")
+    (tmp_path / "b.bin").write_bytes(b"other")
+    finding = expect(
+        storage.check_manifest(tmp_path), "weights manifest", "fail", "1 changed since", "--verify --repair"
+    )
+    assert finding.details == ("b.bin",)
+
+
+def test_files_that_were_never_hashed_warn(tmp_path):
+    fetched(tmp_path, stamped=("a.bin",))
+    expect(storage.check_manifest(tmp_path), "weights manifest", "warn", "1 never checked", "--verify", "b.bin")
+
+
+def test_broken_manifest_is_a_failed_check(tmp_path):
+    (tmp_path / ".fetch").mkdir()
+    (tmp_path / ".fetch" / "manifest.json").write_text('{"schema": "other"}')
+    found = diagnose(model=tmp_path, system=Machine(tmp_path / "machine"))
+    finding = one([f for _, f in found.findings], "weights manifest")
+    assert finding.status == "fail" and "not a manifest of a fetch" in finding.found
 
 
 def test_missing_embedded_model_warns(monkeypatch):

@@ -169,3 +169,38 @@ def test_ragged_batches_give_each_row_what_it_gets_alone(golden, float_rigs):
         alone = rig.run(rig.kv(), p, 0, len(p)).logits[k:]
         assert gap(out[at : at + len(alone)], alone) <= 1e-4
         at += len(alone)
+
+
+def test_hash_ids_treat_image_spans_and_the_start_as_missing_history(golden, float_rigs):
+    """Dead positions and everything before them count as the pad token's class."""
+    record, rig = golden.engram_hash, float_rigs["base"]
+    classes = golden.tensors["engram/token_map"]
+    assert torch.equal(rig.model.hasher.token_class, classes)
+    ids = torch.tensor(record["token_ids"])
+    source = classes[ids]
+    source[record["dead_positions"]] = -1
+    padded = torch.cat((torch.full((3,), -1), source))
+    lags = torch.stack([padded[3 - lag : len(padded) - lag] for lag in range(4)], 1)
+    for layer, rows in record["ids"].items():
+        t = rig.model.hasher.tables[int(layer)]
+        mine = rig.ops.engram_hash(lags, rig.model.hasher.pad_class, t.multipliers, t.primes, t.offsets)
+        assert mine.tolist() == rows
+
+
+def test_an_image_token_routes_by_its_own_bias_and_gets_no_memory(golden, float_rigs):
+    rig = float_rigs["base"]
+    image = rig.config.image_token_id
+    ids = [5, 9, image, image, 7, 8]
+    rig.seen.clear()
+    rig.run(rig.kv(), ids, 0, len(ids), watch=True)
+    for layer in rig.config.engram_layer_ids:
+        gate = rig.seen["engram_gate", layer]
+        assert (gate[2:4] == 0).all() and (gate[[0, 1, 4, 5]] > 0).all()
+    x = rig.seen["ffn_in", 0]
+    ffn = rig.model.weights.layers[0].ffn
+    c = rig.config
+    for bias, tokens in ((ffn.bias_vl, [2, 3]), (ffn.bias, [0, 1, 4, 5])):
+        ids_TK, _ = rig.ops.gate_topk(
+            x[tokens], ffn.gate, bias, k=c.num_experts_per_tok, normalise=True, scale=1.5, temperature=1.0
+        )
+        assert torch.equal(rig.seen["experts", 0][tokens], ids_TK)

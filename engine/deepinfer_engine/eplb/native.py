@@ -1,0 +1,181 @@
+"""Build, load and call the compiled inner loops (``loops.cpp``, plain C++ through ctypes).
+
+The library is built with g++ on first use into a cache folder. Its file name is a digest of the source, the compiler's version, the
+flags and the machine's CPU flags (the code is tuned to the machine it was built on), and it is renamed into place, so
+concurrent builds are harmless. ``load`` raises NotReadyError with the reason; falling back is the caller's decision.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from deepinfer_engine.eplb import moments, placement
+from deepinfer_engine.eplb.moments import LayerMoments
+from deepinfer_engine.eplb.search import SearchRules, sharpness
+from deepinfer_engine.errors import NotReadyError
+
+SOURCE = Path(__file__).with_name("loops.cpp")
+
+#: No -ffast-math and no contraction: the compiled loops must return the bits of the numpy ones.
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+
+_I64 = ctypes.c_int64
+_PTR = ctypes.c_void_p
+_F64 = ctypes.c_double
+
+
+def default_cache() -> Path:
+    """Where built libraries are kept: the user's cache folder."""
+    return Path.home() / ".cache" / "deepinfer" / "eplb"
+
+
+def _cpu_flags() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    except OSError:
+        return platform.processor()
+    return platform.processor()
+
+
+def library(cache: Path, compiler: str = "g++") -> Path:
+    """Path of the built library, compiling it if this source, compiler and CPU have not been seen yet.
+
+    Raises NotReadyError when there is no compiler, it fails, or the cache folder cannot be written.
+    """
+    found = shutil.which(compiler)
+    if found is None:
+        raise NotReadyError(f"no C++ compiler: {compiler} is not on the path", hint="install g++, or plan with --loop numpy")
+    try:
+        version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as e:
+        raise NotReadyError(f"{compiler} --version failed: {e}", hint="plan with --loop numpy") from e
+    key = "\n".join((SOURCE.read_text(), version, " ".join(FLAGS), _cpu_flags()))
+    target = cache / f"loops-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    if target.is_file():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(suffix=".part", dir=cache)
+    except OSError as e:
+        raise NotReadyError(f"cannot write {cache}: {e.strerror}", hint="give --cache-dir a writable folder") from e
+    os.close(handle)
+    try:
+        command = [found, *FLAGS, "-o", name, str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        if done.returncode:
+            first = (done.stderr.strip().splitlines() or ["no message"])[0]
+            raise NotReadyError(f"{compiler} could not build {SOURCE.name}: {first}", hint="plan with --loop numpy")
+        os.replace(name, target)
+    except subprocess.TimeoutExpired as e:
+        raise NotReadyError(f"{compiler} did not finish {SOURCE.name} in 180 s", hint="plan with --loop numpy") from e
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return target
+
+
+def load(cache: Path | None = None, compiler: str = "g++") -> NativeLoops:
+    """The compiled loops, built if needed. Raises NotReadyError with the reason."""
+    path = library(cache or default_cache(), compiler)
+    try:
+        return NativeLoops(ctypes.CDLL(str(path)))
+    except OSError as e:
+        raise NotReadyError(f"cannot load {path}: {e}", hint="delete it, or plan with --loop numpy") from e
+
+
+def _at(a: np.ndarray) -> int:
+    return a.ctypes.data
+
+
+class NativeLoops:
+    """``Loops`` through the compiled library; thread-safe (no state, and ctypes releases the interpreter lock)."""
+
+    name = "compiled"
+
+    def __init__(self, lib: ctypes.CDLL):
+        self._moments = lib.dl_moments
+        self._moments.argtypes = (_PTR, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR)
+        self._moments.restype = _I64
+        self._counts = lib.dl_replica_counts
+        self._counts.argtypes = (_PTR, _I64, _I64, _I64, _PTR)
+        self._counts.restype = None
+        self._place = lib.dl_longest_first
+        self._place.argtypes = (_PTR, _PTR, _PTR, _I64, _I64, _I64, _PTR)
+        self._place.restype = None
+        self._search = lib.dl_swap_search
+        self._search.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _I64, _F64, _F64, _I64, _PTR)
+        self._search.restype = _I64
+        self._peaks = lib.dl_peak_sum
+        self._peaks.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _I64, _I64)
+        self._peaks.restype = _I64
+
+    def moments(self, counts_ME: np.ndarray) -> LayerMoments:
+        counts_ME, stride = _rows(counts_ME)
+        steps, experts = counts_ME.shape
+        total_E, mean_E, cov_EE = np.empty(experts, np.int64), np.empty(experts), np.empty((experts, experts))
+        usable = self._moments(
+            _at(counts_ME), steps, experts, stride, moments.MIN_STEPS, _at(total_E), _at(mean_E), _at(cov_EE)
+        )
+        per_step = float(int(total_E.sum())) / usable
+        if usable < moments.MIN_STEPS:
+            cov_EE = moments.noise_only(mean_E, per_step)
+        return LayerMoments(total_E, mean_E, cov_EE, usable, per_step)
+
+    def replica_counts(self, weight_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
+        cap = placement.replica_cap(len(weight_E), ranks, slots)
+        weight_E = np.ascontiguousarray(weight_E, np.int64)
+        copies_E = np.empty(len(weight_E), np.int64)
+        self._counts(_at(weight_E), len(weight_E), slots - len(weight_E), cap, _at(copies_E))
+        return copies_E
+
+    def longest_first(self, weight_E: np.ndarray, copies_E: np.ndarray, ranks: int) -> np.ndarray:
+        load_E = placement.replica_load(weight_E, copies_E)
+        order_E = np.ascontiguousarray(np.argsort(-load_E, kind="stable"), np.int64)
+        copies_E = np.ascontiguousarray(copies_E, np.int64)
+        slot_RS = np.empty((ranks, int(copies_E.sum()) // ranks), np.int64)
+        self._place(_at(load_E), _at(order_E), _at(copies_E), len(load_E), *slot_RS.shape, _at(slot_RS))
+        return placement.separated(slot_RS, load_E, copies_E)
+
+    def swap_search(
+        self,
+        slot_RS: np.ndarray,
+        mean_E: np.ndarray,
+        cov_EE: np.ndarray,
+        copies_E: np.ndarray,
+        rules: SearchRules,
+        held_RE: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, int]:
+        slot_RS = np.array(slot_RS, np.int64, order="C")
+        mean_E, cov_EE = np.ascontiguousarray(mean_E), np.ascontiguousarray(cov_EE)
+        copies_E = np.ascontiguousarray(copies_E, np.int64)
+        sharp = np.array([s * sharpness(slot_RS.shape[0]) for s in rules.stages])
+        fresh_RE = None if held_RE is None else np.ascontiguousarray(~held_RE).view(np.uint8)
+        swaps = self._search(
+            _at(slot_RS), *slot_RS.shape, len(mean_E), _at(mean_E), _at(cov_EE), _at(copies_E),
+            _at(sharp), len(sharp), rules.tol, rules.price, -1 if rules.cap is None else rules.cap,
+            None if fresh_RE is None else _at(fresh_RE),
+        )  # fmt: skip
+        return slot_RS, int(swaps)
+
+    def peak_sum(self, counts_ME: np.ndarray, slot_RS: np.ndarray, copies_E: np.ndarray) -> int:
+        counts_ME, stride = _rows(counts_ME)
+        slot_RS = np.ascontiguousarray(slot_RS, np.int64)
+        copies_E = np.ascontiguousarray(copies_E, np.int64)
+        return int(self._peaks(_at(counts_ME), *counts_ME.shape, stride, _at(slot_RS), _at(copies_E), *slot_RS.shape))
+
+
+def _rows(counts_ME: np.ndarray) -> tuple[np.ndarray, int]:
+    """int64 counts with contiguous rows, and the distance between rows in elements; copies only when it must."""
+    if counts_ME.dtype != np.int64 or counts_ME.strides[1] != 8 or counts_ME.strides[0] % 8 or counts_ME.strides[0] < 0:
+        counts_ME = np.ascontiguousarray(counts_ME, np.int64)
+    return counts_ME, counts_ME.strides[0] // 8
