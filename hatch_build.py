@@ -10,7 +10,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-DATA = {"profiles": (".yaml",), "recipes": (".yaml", ".py")}
+DATA = {"profiles": (".yaml",), "recipes": (".yaml", ".py", ".jsonl")}
 
 
 class DataFilesHook(BuildHookInterface):

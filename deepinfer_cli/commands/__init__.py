@@ -21,6 +21,8 @@ class Verb(NamedTuple):
 #: In the order of ``deepinfer --help``.
 VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
+    Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
+    Verb("eval", "deepinfer_cli.commands.eval", "Measure accuracy on our engine or on any endpoint."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
     Verb("fetch-weights", "deepinfer_cli.commands.fetch_weights", "Fetch a checkpoint, resumable and hash-checked."),
     Verb("kv", "deepinfer_cli.commands.kv", "Explain replay plans; inspect, check and clean the KV store."),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deepinfer_cli import options, render
+from deepinfer_cli import batch_run, options, render
 from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import PartialFailure, UsageError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from deepinfer_engine.launch import Launch
     from deepinfer_engine.tokens.detokenizer import IncrementalDetokenizer
     from deepinfer_engine.tokens.protocol import AnswerParser, ChatPrompt, Piece
-    from deepinfer_engine.types import Completion, SamplingParams
+    from deepinfer_engine.types import Completion, GrammarSpec, SamplingParams
 
 #: most bytes read from a prompt file or stdin
 _MAX_PROMPT_BYTES = 64 * 1024 * 1024
@@ -30,7 +31,8 @@ def command(
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts; - reads one from stdin.")
     ] = None,
     file: Annotated[
-        str | None, typer.Option("--file", "-f", metavar="FILE", help="One prompt per line; - is stdin.")
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="One prompt per line, or requests if it ends in .jsonl."),
     ] = None,
     profile: options.Profile = "cpu-nano",
     model: Annotated[
@@ -43,9 +45,27 @@ def command(
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens kept, 0 is off.")] = 0,
     min_p: Annotated[float, typer.Option("--min-p", help="Least share of the best token, 0 is off.")] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Random stream of the first prompt.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer, not looked for in thinking.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", metavar="FILE", help="Answers follow this JSON Schema.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option("--regex", metavar="REGEX", help="Answers match this pattern.")] = None,
+    ebnf: Annotated[
+        Path | None, typer.Option("--ebnf", metavar="FILE", help="Answers are derived from this grammar.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a conversation.")] = False,
     thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="Reason before the answer.")] = True,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    overlap: Annotated[
+        bool | None,
+        typer.Option("--overlap/--no-overlap", help="Plan beside the forward pass; default: the profile's."),
+    ] = None,
+    unordered: Annotated[
+        bool, typer.Option("--unordered", help="Requests: write lines as they finish, not in input order.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Requests: continue a run that was cut off.")] = False,
     format: options.Format = OutputFormat.text,
     out: options.Out = None,
     quiet: options.Quiet = False,
@@ -53,36 +73,68 @@ def command(
     """Answer prompts with the embedded engine.
 
     Answers go to stdout; thinking, token counts and timing go to stderr. Greedy unless --temperature is given.
-    With --seed S the i-th prompt uses the stream S + i.
+    With --seed S the i-th prompt (or line) uses the stream S + i.
+
+    A --file that ends in .jsonl holds requests: chat-completions batch lines ({"custom_id", "body"}) or plain ones
+    ({"id", "prompt" | "messages" | "token_ids", and any sampling setting}). Every line is checked before the model
+    is loaded; --out gets one line for each. Until the end they are in OUT.part, from which --resume continues.
 
     \b
     Examples:
       deepinfer run "17+25?"
       deepinfer run -f prompts.txt --format jsonl --out answers.jsonl
+      deepinfer run -f requests.jsonl --out answers.jsonl --resume
       echo "What is 12+30?" | deepinfer run -
       deepinfer run --profile decode-ep64 "What is 12+30?"
+      deepinfer run --json-schema person.json --no-thinking "Name and age of Ada?"
       deepinfer run --temperature 0.8 --seed 7 --set sched.max_rows_per_rank=4 "Tell me a number."
     """
     options.accept(format, OutputFormat.text, OutputFormat.json, OutputFormat.jsonl, verb="run")
     if raw and system is not None:
         raise UsageError("--raw has no conversation, so --system does not apply")
-    prompts = _prompts(prompt or [], file)
+    requests = file is not None and file.endswith(batch_run.SUFFIXES)
+    if not requests and (unordered or resume):
+        raise UsageError("--unordered and --resume belong to a file of requests (.jsonl)")
+    grammar = _grammar(json_schema, regex, ebnf)
     from deepinfer_engine.config.profile import load_profile
     from deepinfer_engine.runtime.threads import set_thread_defaults
     from deepinfer_engine.types import SamplingParams
 
-    sampling = [
-        SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            max_tokens=max_tokens,
-            seed=None if seed is None else (seed + i) % 2**64,
+    defaults = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    sets = list(set_ or ())
+    if overlap is not None:
+        sets.append(f"sched.overlap={str(overlap).lower()}")
+    loaded = load_profile(profile, sets)
+    if requests:
+        assert file is not None
+        if prompt:
+            raise UsageError("prompts come from the command line or from --file, not both")
+        if out is None:
+            raise UsageError("a file of requests needs --out", hint=f"deepinfer run -f {file} --out answers.jsonl")
+        batch_run.unsupported(
+            system=system, json_schema=json_schema, regex=regex, ebnf=ebnf, format=format is OutputFormat.json
         )
-        for i in range(len(prompts))
-    ]
-    loaded = load_profile(profile, set_ or ())
+        batch = batch_run.BatchOptions(
+            Path(file), out, defaults, thinking=thinking, raw=raw, ordered=not unordered, resume=resume, quiet=quiet
+        )
+        items = batch_run.read(batch)
+        set_thread_defaults(len(items))
+        from deepinfer_engine.launch import prepare
+
+        launch = prepare(loaded.profile, model)
+        _announce(launch, quiet=quiet)
+        batch_run.answer(batch, items, launch, loaded.digest)
+        return
+    prompts = _prompts(prompt or [], file)
+    sampling = [replace(defaults, seed=None if seed is None else (seed + i) % 2**64) for i in range(len(prompts))]
     set_thread_defaults(len(prompts))
     from deepinfer_engine.engine import Engine
     from deepinfer_engine.launch import prepare
@@ -91,12 +143,28 @@ def command(
     _announce(launch, quiet=quiet)
     jobs = _render_all(prompts, launch, raw=raw, thinking=thinking, system=system)
     with render.progress("loading", quiet=quiet) as advance:
-        engine = Engine.open(launch.checkpoint.directory, launch.profile, device=launch.device, progress=advance)
+        engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
     live = format is OutputFormat.text and len(jobs) == 1 and out is None
-    results = _answer(engine, jobs, sampling, live=live, quiet=quiet)
+    with engine:
+        results = _answer(engine, jobs, sampling, grammar, live=live, quiet=quiet)
     if not live:
         render.deliver(_text(format, results, launch, loaded.digest), out)
     _summarise(results, quiet=quiet)
+
+
+def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> GrammarSpec | None:
+    """What the answers are restricted to, from at most one of the three options."""
+    from deepinfer_engine.config.strict_json import read_json
+    from deepinfer_engine.types import GrammarSpec
+
+    given = [name for name, v in (("json-schema", json_schema), ("regex", regex), ("ebnf", ebnf)) if v is not None]
+    if len(given) > 1:
+        raise UsageError(f"--{' and --'.join(given)} exclude each other")
+    if json_schema is not None:
+        return GrammarSpec("json_schema", json.dumps(read_json(json_schema), ensure_ascii=False))
+    if regex is not None:
+        return GrammarSpec("regex", regex)
+    return GrammarSpec("ebnf", _read(str(ebnf))) if ebnf is not None else None
 
 
 @dataclass
@@ -117,9 +185,11 @@ class _Job:
     def finish(self, completion: Completion) -> list[Piece]:
         self.completion = completion
         if self.parser is not None:
-            return self._keep(self.parser.finish(completion.finish_reason))
-        assert self.detokenizer is not None
-        return self._keep(_raw_piece(self.detokenizer.finish()))
+            pieces = self.parser.finish(completion.finish_reason)
+        else:
+            assert self.detokenizer is not None
+            pieces = _raw_piece(self.detokenizer.finish())
+        return self._keep([*pieces, *_raw_piece(completion.tail)])
 
     def _pieces(self, tokens: list[int]) -> list[Piece]:
         if self.parser is not None:
@@ -211,11 +281,19 @@ def _announce(launch: Launch, *, quiet: bool) -> None:
         render.panel("inactive: requested, not built yet", render.table(("key", "value", "instead"), rows), quiet=quiet)
 
 
-def _answer(engine: Engine, jobs: list[_Job], sampling: list[SamplingParams], *, live: bool, quiet: bool) -> list[_Job]:
+def _answer(
+    engine: Engine,
+    jobs: list[_Job],
+    sampling: list[SamplingParams],
+    grammar: GrammarSpec | None,
+    *,
+    live: bool,
+    quiet: bool,
+) -> list[_Job]:
     from deepinfer_engine.types import Request, TokenEvent
 
     for i, (job, params) in enumerate(zip(jobs, sampling, strict=True)):
-        engine.submit(Request(str(i), job.token_ids, params))
+        engine.submit(Request(str(i), job.token_ids, params, grammar=grammar))
     show = _Live() if live else None
     with render.progress("answers", quiet=quiet or live) as advance:
         for done, event in _counted(engine):
@@ -294,6 +372,8 @@ def _row(i: int, job: _Job) -> dict[str, Any]:
         "reasoning": job.reasoning,
         "content": job.content,
         "finish_reason": done.finish_reason,
+        "stop_reason": done.stop_reason,
+        "error": done.error,
         "reproducible": done.reproducible,
         "usage": asdict(done.usage),
         "timing": {
@@ -319,9 +399,10 @@ def _summarise(jobs: list[_Job], *, quiet: bool) -> None:
     cut = sum(c.finish_reason == "length" for c in done)
     if cut:
         render.note(f"{cut} stopped at --max-tokens", quiet=quiet)
-    failed = [i for i, job in enumerate(jobs) if job.completion is not None and job.completion.finish_reason == "error"]
+    failed = [(i, job.completion) for i, job in enumerate(jobs) if job.completion and job.completion.error]
     if failed:
-        raise PartialFailure(
-            f"{len(failed)} of {len(jobs)} requests failed: non-finite logits (prompts {failed[:8]})",
-            hint="compare with --set numerics.mode=reference",
-        )
+        shown = [f"  prompt {i}: {c.error_detail or str(c.error).replace('_', ' ')}" for i, c in failed[:8]]
+        hint = None
+        if any(c.error == "non_finite_logits" for _, c in failed):
+            hint = "compare with --set numerics.mode=reference"
+        raise PartialFailure("\n".join([f"{len(failed)} of {len(jobs)} requests failed", *shown]), hint=hint)

@@ -1,0 +1,1 @@
+"""Offline batches: a file of requests in, a file of answers out, resumable."""

@@ -1,0 +1,168 @@
+"""``deepinfer run`` over a tiny model: batches, their failures, kill and resume, stop strings, loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepinfer_cli.main import main
+from tests.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SETS = ["--set", "sched.max_context_tokens=1024", "--set", "numerics.mode=float"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(model: Path, *args: str | Path) -> int:
+    return main(["run", "--model", str(model), *SETS, *map(str, args)])
+
+
+def test_batch_answers_every_line_in_order(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    file = write(
+        tmp_path / "in.jsonl",
+        [
+            {"id": "slow", "token_ids": [20, 21], "max_tokens": 25, "ignore_eos": True},
+            {"custom_id": "chat", "body": chat},
+            {"id": "too long", "token_ids": [5], "max_tokens": 5000},
+            {"id": 4, "prompt": "hi", "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 3},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    assert run(model, "-f", file, "--out", out) == 5
+    slow, answered, failed, two = rows(out)
+    assert (slow["id"], slow["usage"]["generated"], slow["error"]) == ("slow", 25, None)
+    assert answered["custom_id"] == "chat" and answered["response"]["status_code"] == 200
+    body = answered["response"]["body"]
+    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] <= 4
+    assert len(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert failed["error"]["code"] == "does_not_fit" and "5000" in failed["error"]["message"]
+    assert two["id"] == 4 and len(two["choices"]) == 2
+    err = capsys.readouterr().err
+    assert "4 of 4 lines answered" in err and "1 of 4 lines failed" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_bad_lines_are_reported_before_loading(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write(
+        tmp_path / "in.jsonl",
+        [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "b", "prompt": "x", "top_p": 2}],
+    )
+    # the model folder is not even looked at
+    assert run(tmp_path / "nowhere", "-f", file, "--out", tmp_path / "o") == 2
+    err = capsys.readouterr().err
+    assert "line 2: id 'a' is already on line 1" in err and "line 3: top_p is 2" in err
+    file = write(tmp_path / "in.jsonl", [{"id": "a", "messages": [{"role": "nobody", "content": "x"}]}])
+    assert run(model, "-f", file, "--out", tmp_path / "o") == 2
+    assert "line 1: invalid request" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists() and not (tmp_path / "o.part").exists()
+
+
+def test_options_that_do_not_fit_together(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
+    for args, reason in (
+        (("-f", file), "needs --out"),
+        (("-f", file, "--out", file), "--out names the input file"),
+        (("-f", file, "--out", tmp_path / "o", "--system", "s"), "--system does not apply"),
+        (("-f", file, "--out", tmp_path / "o", "--resume"), "nothing to resume"),
+        (("--resume", "hello"), "belong to a file of requests"),
+        (("--regex", "a", "--json-schema", file, "hello"), "exclude each other"),
+    ):
+        assert run(model, *args) == 2
+        assert reason in capsys.readouterr().err
+
+
+def start(model: Path, *args: str | Path) -> subprocess.Popen[bytes]:
+    paths = [str(ROOT), str(ROOT / "engine"), str(ROOT / "kernels")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "deepinfer_cli", "run", "--model", str(model), *SETS, *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
+
+
+def wait_for_lines(part: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not part.exists() or part.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_batch_resumes_with_nothing_lost_or_doubled(model: Path, tmp_path: Path):
+    requests = [
+        {"id": i, "token_ids": [20 + i, 30, 40 + i], "max_tokens": 3 + i % 9, "ignore_eos": True} for i in range(60)
+    ]
+    file, out, whole = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    part = tmp_path / "out.jsonl.part"
+    for lines, resume in ((12, ()), (30, ("--resume",))):
+        killed = start(model, "-f", file, "--out", out, *resume)
+        wait_for_lines(part, lines, killed)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        assert killed.returncode == -signal.SIGKILL and not out.exists()
+    kept = part.read_bytes().count(b"\n") - 1
+    assert 29 <= kept < 60
+    assert run(model, "-f", file, "--out", out, "--resume") == 0
+    assert [r["id"] for r in rows(out)] == list(range(60))
+    assert run(model, "-f", file, "--out", whole) == 0
+    assert [r["content"] for r in rows(out)] == [r["content"] for r in rows(whole)]
+
+
+def test_interrupted_batch_keeps_what_it_has(model: Path, tmp_path: Path):
+    requests = [{"id": i, "token_ids": [20 + i], "max_tokens": 40, "ignore_eos": True} for i in range(80)]
+    file, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    process = start(model, "-f", file, "--out", out)
+    wait_for_lines(tmp_path / "out.jsonl.part", 5, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"lines are kept in" in err and b"--resume continues" in err
+    assert not out.exists() and (tmp_path / "out.jsonl.part").read_bytes().count(b"\n") >= 5
+
+
+def test_unordered_is_the_same_set(model: Path, tmp_path: Path):
+    requests = [
+        {"id": i, "token_ids": [20 + i], "max_tokens": 30 if i == 0 else 2, "ignore_eos": True} for i in range(6)
+    ]
+    file, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    assert run(model, "-f", file, "--out", out, "--unordered") == 0
+    ids = [r["id"] for r in rows(out)]
+    assert sorted(ids) == list(range(6)) and ids[-1] == 0
+
+
+def test_plain_loop_and_overlap_answer_the_same(model: Path, capsys: pytest.CaptureFixture[str]):
+    texts = []
+    for loop in ("--overlap", "--no-overlap"):
+        assert run(model, loop, "--raw", "--max-tokens", "12", "--format", "jsonl", "hello", "12+30?") == 0
+        texts.append([json.loads(line)["content"] for line in capsys.readouterr().out.splitlines()])
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+
+
+def test_stop_string_ends_the_shown_answer(model: Path, capsys: pytest.CaptureFixture[str]):
+    args = ("--raw", "--max-tokens", "16", "--format", "jsonl", "hello")
+    assert run(model, *args) == 0
+    content = json.loads(capsys.readouterr().out)["content"]
+    stop = content[len(content) // 2 :][:2]
+    assert run(model, "--stop", stop, *args) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["content"] == content[: content.index(stop)]
+    assert (row["finish_reason"], row["stop_reason"]) == ("stop", stop)
