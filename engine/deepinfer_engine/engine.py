@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.cache.open_tiers import open_tiers
+from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
@@ -125,8 +127,10 @@ class Engine:
             device=device,
         )
         lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
-        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane)
-        return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits), loaded.shards)
+        shape = ReplayShape.of(config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
+        tiers = open_tiers(profile, shape, checkpoint, kv.layout) if profile.cache.prefix else None
+        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane, kept=shape.snapshot_layers)
+        return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits, shape, tiers), loaded.shards)
 
     @property
     def config(self) -> ModelConfig:
@@ -208,6 +212,7 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+        self.scheduler.reuse.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -227,6 +232,8 @@ class Engine:
         plan = self.scheduler.schedule()
         self.times.schedule_ms.append((time.perf_counter() - began) * 1000)
         flight = None
+        if not plan.rows and self._flight is None:
+            self.scheduler.reuse.wait()
         if plan.rows:
             flight = self.runner.forward(plan, self.scheduler.running, self._flight)
         if self._flight is not None:
@@ -293,6 +300,7 @@ class Engine:
         self.times.build_ms.append(out.build_ms)
         self.times.run_ms.append(out.run_ms)
         self.scheduler.observe(flight.plan, out.run_ms)
+        self.scheduler.reuse.keep(out.moved)
         events: list[TokenEvent | Completion] = []
         for drawn in self.scheduler.commit(flight.plan, out.tokens):
             events += self._post(drawn, out.logprobs.get(drawn.seq.uid), now)
@@ -338,7 +346,13 @@ class Engine:
             token_ids=tuple(track.kept),
             finish_reason=seq.finish_reason,
             reproducible=seeded and self.profile.numerics.batch_invariant,
-            usage=Usage(prompt=seq.num_prompt, generated=seq.num_generated, preemptions=seq.preemptions),
+            usage=Usage(
+                prompt=seq.num_prompt,
+                cached=0 if seq.span is None else seq.span.reused,
+                replayed=0 if seq.span is None else seq.span.replayed,
+                generated=seq.num_generated,
+                preemptions=seq.preemptions,
+            ),
             timing=Timing(seq.first_token_s, now - self._started.pop(seq.uid)),
             index=seq.index,
             text=self.tokenizer.decode(track.kept) + track.tail,
