@@ -218,3 +218,9 @@ template <class T, int use> T* scratch(int64_t n) {
     if ((int64_t)area.size() < n) area.resize(n);
     return area.data();
 }
+
+// The same for vectors, on a boundary of their size.
+template <int use> U16* aligned_scratch(int64_t n) {
+    auto at = (uintptr_t)scratch<uint8_t, use>((n + 1) * sizeof(U16));
+    return (U16*)((at + sizeof(U16) - 1) / sizeof(U16) * sizeof(U16));
+}

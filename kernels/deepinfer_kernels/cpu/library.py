@@ -120,7 +120,9 @@ def bf16(x: Tensor) -> Tensor:
 
 def f32(x: Tensor) -> Tensor:
     """x as contiguous f32, converted where it is not."""
-    return x.float().contiguous()
+    if x.dtype is not torch.float32:
+        x = x.float()
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def i64(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 // Router, routed experts, shared expert, and the permutation around them.
 #include <algorithm>
 #include <cmath>
-#include "lanes.h"
+#include "panel.h"
 
 // x [T, H] bf16, weight [E, H] f32, bias [E] or one row per token (stride E) -> ids [T, k] ascending, w [T, k]
 EXPORT void gate_topk(const uint16_t* x, const float* weight, const float* bias, int64_t bias_stride, int64_t* ids,
@@ -22,7 +22,7 @@ EXPORT void gate_topk(const uint16_t* x, const float* weight, const float* bias,
                 const float z = s[e] / temperature;
                 s[e] = std::sqrt(z > 20.0f ? z : std::log1p(std::exp(z)));  // 20: where softplus is its argument
             }
-            std::fill(taken, taken + E, 0);
+            std::fill(taken, taken + E, (char)0);
             for (int64_t n = 0; n < k; n++) {
                 int64_t best = -1;
                 for (int64_t e = 0; e < E; e++)  // strictly greater: the lowest id wins a tie
@@ -63,10 +63,10 @@ static void expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, co
     uint16_t* u = scratch<uint16_t, 4>(block * I);
     for (int64_t r = 0; r < rows; r += block) {
         const int64_t n = rows - r < block ? rows - r : block;
-        product<Bfloat>(x + r * H, H, n, w1, H, I, H, g, I);
-        product<Bfloat>(x + r * H, H, n, w3, H, I, H, u, I);
+        panel_product(x + r * H, H, n, w1, H, I, H, g, I);
+        panel_product(x + r * H, H, n, w3, H, I, H, u, I);
         for (int64_t i = 0; i < n; i++) swiglu(g + i * I, u + i * I, I, limit, factor ? factor[r + i] : 1.0f);
-        product<Bfloat>(g, I, n, w2, I, H, I, y + r * H, H);
+        panel_product(g, I, n, w2, I, H, I, y + r * H, H);
     }
 }
 
