@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from deepinfer_cli import options, render
 from deepinfer_cli.options import OutputFormat
+from deepinfer_engine.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.config.model_v4 import AnyConfig
@@ -21,16 +23,22 @@ def command(
         Path, typer.Argument(metavar="MODEL", help="A checkpoint directory, or a config.json on its own.")
     ],
     ep: Annotated[int, typer.Option("--ep", metavar="N", help="Also show bytes per rank for N ranks.")] = 1,
+    read: Annotated[
+        bool, typer.Option("--read", help="Also read what one rank loads, and time it shard by shard.")
+    ] = False,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", help="The rank that --read reads for.")] = 0,
     format: options.Format = OutputFormat.table,
     out: options.Out = None,
 ) -> None:
     """Show the layer plan, parameters and bytes by component and rank, and digests.
 
-    A checkpoint is validated on the way: config, index and every shard header must agree.
+    A checkpoint is validated on the way: config, index and every shard header must agree. With --read, MB/s is
+    the loader's rate into memory and disk MB/s the rate of plain reads after the page cache was dropped.
 
     \b
     Examples:
       deepinfer inspect ./DeepSeek-V4.1-Flash --ep 8
+      deepinfer inspect ./DeepSeek-V4.1-Flash --ep 8 --read --rank 3
       deepinfer inspect config.json --format json
     """
     from deepinfer_engine.config.model_v4 import load_any_config
@@ -38,15 +46,43 @@ def command(
     from deepinfer_engine.weights.summary import active_parameters, components, layer_picture
 
     form = options.accept(format, OutputFormat.table, OutputFormat.json, verb="inspect")
+    if rank and not read:
+        raise UsageError("--rank says which rank --read reads for; without --read it changes nothing")
     checkpoint = Checkpoint.open(model) if model.is_dir() and _has_weights(model) else None
     config = checkpoint.any_config if checkpoint is not None else load_any_config(model)
     rows = components(config, ep)
     active = active_parameters(config)
+    if read and checkpoint is None:
+        raise UsageError(f"{model}: there are no weights to read", hint="give a checkpoint directory")
+    speed = _read(checkpoint, ep, rank) if read and checkpoint is not None else None
     if form is OutputFormat.json:
-        render.deliver(render.json_text(_document(config, checkpoint, rows, active, ep)), out)
+        render.deliver(render.json_text(_document(config, checkpoint, rows, active, ep, speed)), out)
         return
-    parts = (_head(config), layer_picture(config), _sizes(rows, ep), _per_token(active), _identity(config, checkpoint))
+    parts = [_head(config), layer_picture(config), _sizes(rows, ep), _per_token(active), _identity(config, checkpoint)]
+    if speed is not None:
+        cells = [(s["file"], s["bytes"], s["mb_s"], s["disk_mb_s"]) for s in speed]
+        parts.append(render.table(("shard", "bytes", "MB/s", "disk MB/s"), cells))
     render.deliver("\n".join(parts), out)
+
+
+def _read(checkpoint: Checkpoint, ep: int, rank: int) -> list[dict[str, Any]]:
+    """Read one rank's share once; rates by shard. CapacityError when it does not fit the free memory."""
+    from deepinfer_engine.weights.read_plan import plan_read
+    from deepinfer_engine.weights.reader import execute, measure_disk
+
+    plan = plan_read(checkpoint, ep=ep, rank=rank)
+    need, have = plan.useful_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if need > have:
+        raise CapacityError(
+            f"rank {rank} of {ep} reads {need / 2**30:.1f} GiB, {have / 2**30:.1f} GiB of memory are free",
+            hint="raise --ep, or run it where the rank will run",
+        )
+    disk = {s.file: measure_disk(checkpoint, plan, s.file) for s in plan.spans}
+    loaded = execute(checkpoint, plan)
+    return [
+        {"file": s.file, "bytes": s.useful_bytes, "mb_s": round(s.mb_s, 1), "disk_mb_s": round(disk[s.file], 1)}
+        for s in loaded.shards
+    ]
 
 
 def _has_weights(directory: Path) -> bool:
@@ -147,6 +183,7 @@ def _document(
     rows: tuple[Component, ...],
     active: ActiveParameters,
     ep: int,
+    speed: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -195,5 +232,6 @@ def _document(
         },
         "active_parameters": asdict(active),
         "weights": weights,
+        "read": speed,
     }
     return render.document("inspect", content)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from deepinfer_engine.errors import UsageError
 
+if TYPE_CHECKING:
+    from deepinfer_engine.cache.replay import ReplaySpan
+
 FinishReason = Literal["stop", "length", "abort", "error"]
-GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "tools"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "tools", "tools_required"]
 
 #: most alternatives reported per token, as in the chat-completions interface
 MAX_TOP_LOGPROBS = 20
@@ -188,6 +191,8 @@ class Sequence:
     ``num_computed`` counts tokens whose KV is written or planned. ``slot`` is the ring slot of the sequence's windows,
     ``block_ids`` the blocks of its global KV; both belong to ``dp_rank``. ``generation`` grows with every preemption:
     a result planned under an older one is dropped. ``expected_len`` is the length the router counted for it.
+    ``span`` is the plan of its prefill; ``keys`` name its complete blocks, the first ``published`` of which others may
+    share; ``windowed`` is the last pivot whose window KV was asked for.
     """
 
     request: Request
@@ -204,6 +209,10 @@ class Sequence:
     slot: int = -1
     dp_rank: int = -1
     expected_len: int = 0
+    span: ReplaySpan | None = None
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    windowed: int = 0
     state: Literal["new", "waiting", "running", "finished"] = "new"
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -231,13 +240,34 @@ class PlannedRow(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Move:
+    """KV to copy out of or into the cache, in step order. ``at``: block, or ring slot of a window that ends at ``end``.
+
+    An import carries its ``data``; an export its ``key``, lineage, and whether it goes to the store.
+    """
+
+    kind: Literal["import_block", "export_block", "import_window", "export_window"]
+    at: int
+    end: int = 0
+    key: bytes = b""
+    data: bytes = b""
+    replayed: bool = False
+    store: bool = False
+
+
+@dataclass(frozen=True)
 class StepPlan:
-    """What one step runs: integers only, decode rows first. ``admitted`` and ``preempted`` are sequence ids."""
+    """What one step runs, decode rows first. ``admitted`` and ``preempted`` are sequence ids.
+
+    ``before`` and ``after``: moves around the rows.
+    """
 
     step: int
     rows: tuple[PlannedRow, ...]
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
+    before: tuple[Move, ...] = ()
+    after: tuple[Move, ...] = ()
 
     @property
     def num_tokens(self) -> int:

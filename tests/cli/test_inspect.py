@@ -137,6 +137,28 @@ def test_inspect_needs_no_torch_and_less_than_100_ms():
     subprocess.run([sys.executable, "-c", code], check=True, env=env, stdout=subprocess.DEVNULL, timeout=60)
 
 
+def test_read_times_every_shard_of_a_rank_beside_its_disk(capsys):
+    directory = Path(__file__).resolve().parents[1] / "vectors" / "v41-tiny-a" / "checkpoint"
+    assert cli.main(["inspect", str(directory), "--ep", "4", "--read", "--rank", "1", "--format", "json"]) == 0
+    shards = json.loads(capsys.readouterr().out)["read"]
+    assert len(shards) == 3 and all(s["mb_s"] > 0 and s["disk_mb_s"] > 0 for s in shards)
+    assert sum(s["bytes"] for s in shards) < 3_000_000  # a quarter of the experts, no tables
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--rank", "1"], "without --read it changes nothing"),
+        (["--read"], "there are no weights to read"),
+        (["--ep", "2", "--read", "--rank", "2"], "there are no weights to read"),
+    ],
+)
+def test_read_options_that_cannot_be_honoured_are_refused(capsys, options, sentence):
+    config = Path(__file__).resolve().parents[1] / "vectors" / "v41-flash-config.json"
+    assert cli.main(["inspect", str(config), *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 if __name__ == "__main__":
     import contextlib
     import io

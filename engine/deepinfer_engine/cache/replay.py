@@ -108,6 +108,16 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class RowLimits:
+    """What a row of a step may see, write and skip; the fields of ``RowInput`` of the same names."""
+
+    floor_encoder: int
+    floor_decoder: int
+    keep_blocks_below: int
+    tail: int
+
+
+@dataclass(frozen=True)
 class ReplaySpan:
     """The plan of one prompt.
 
@@ -149,16 +159,27 @@ class ReplaySpan:
         """Rows of [start, start + count) that go on past the cut."""
         return min(count, max(0, start + count - self.pivot))
 
-    def next_chunk(self, start: int, budget: int) -> Chunk | None:
+    def limits(self, start: int, count: int) -> RowLimits:
+        """Limits of rows [start, start + count): of the prompt, and of the decode steps behind it."""
+        return RowLimits(self.floor_encoder, self.floor_decoder, self.reused, self.tail(start, count))
+
+    @property
+    def keep_windows_at(self) -> int:
+        """The pivot whose windows a prefill can copy from its rings: the cap, behind which a last chunk has room."""
+        return self.cap if self.cap > self.start else 0
+
+    def next_chunk(self, start: int, budget: int, *, stop: int = 0) -> Chunk | None:
         """The rows of the prompt to run from ``start`` within ``budget`` tokens; None: wait for a larger budget.
 
-        With a budget of ``min_chunk_tokens`` there always is one.
+        With a budget of ``min_chunk_tokens`` there always is one. A chunk does not cross ``stop``.
         """
         left = self.length - start
         assert left > 0 and start >= self.start, (start, self)
         count = min(budget, left)
         if count < left and self.shape.decoder != "off":  # not the last chunk: leave it enough rows
             count = min(count, left - self.shape.final_rows)
+        if start < stop:
+            count = min(count, stop - start)
         if count <= 0:
             return None
         return Chunk(start, count, self.tail(start, count), start + count == self.length)

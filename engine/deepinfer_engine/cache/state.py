@@ -124,6 +124,16 @@ class KVState:
             )
         self._window[layers.start : layers.stop].index_copy_(1, slots, rows.to(self._window.device))
 
+    def copy_window(self, source: int, target: int, end: int, layers: range) -> None:
+        """Copy window rows of positions max(0, end − W) .. end − 1 from one ring slot to another, in any row format.
+
+        On the device, in stream order: the copy of a pivot is due before the next step writes.
+        """
+        positions = torch.arange(max(0, end - self.layout.window), end, device=self._window.device)
+        at = positions % self.layout.ring
+        rows = self._window[layers.start : layers.stop].index_select(1, source * self.layout.ring + at)
+        self._window[layers.start : layers.stop].index_copy_(1, target * self.layout.ring + at, rows)
+
     def _window_slots(self, slot: int, start: int, end: int) -> Tensor:
         positions = torch.arange(start, end, device=self._window.device)
         return slot * self.layout.ring + positions % self.layout.ring

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from deepinfer_engine.cache.prefix import DeviceBlocks, Key, window_key
 from deepinfer_engine.config.model import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from deepinfer_engine.cache.store.interface import BlockStore
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,20 @@ class WindowPool:
         entry = self._held.pop(key, None)
         if entry is not None:
             self.stats.bytes -= len(entry[1].data)
+
+
+@dataclass
+class Tiers:
+    """What holds KV beside the device. ``root`` starts the keys; a store is optional.
+
+    ``fetch_s``: time after which blocks that did not arrive from the store count as missing.
+    """
+
+    root: Key
+    host: HostBlocks
+    windows: WindowPool
+    store: BlockStore | None = None
+    fetch_s: float = 2.0
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,16 @@ def attention(config: ModelConfig, layer: Layer, x: Tensor, phase: Phase, step: 
     return ops.linear(y.flatten(1), weights.wo_b)
 
 
+def write_kv(config: ModelConfig, layer: Layer, x: Tensor, step: Step) -> None:
+    """What ``attention`` writes up to the cut, without its answers: for steps in which no token goes past the cut."""
+    plan, ops = layer.plan, step.ops
+    local, packed = _window_rows(config, layer.attn, x, step.rope[plan.ratio > 0], ops)
+    if layer.attn.compressor is not None:
+        write_source(config, plan, layer.attn.compressor, x, step)
+    step.kv.write_window(plan.layer, step.batch.ring_slot_T, packed)
+    step.probe("window_rows", plan.layer, local)
+
+
 def _window_rows(config: ModelConfig, weights: Attention, x: Tensor, rope, ops) -> tuple[Tensor, Tensor]:
     """(values as every reader sees them [T, D], packed rows as stored)."""
     c = ops.rms_norm(ops.linear(x, weights.wkv), weights.kv_norm, config.rms_norm_eps)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_engine.config.model import ModelConfig
-from deepinfer_engine.model.attention import attention
+from deepinfer_engine.model.attention import attention, write_kv
 from deepinfer_engine.model.engram import EngramHasher, EngramSource, inject
 from deepinfer_engine.model.step import Phase, Step, frequency_tables
 from deepinfer_engine.model.weights import Hyper, Layer, ModelWeights
@@ -64,6 +64,8 @@ class CedModel:
         step = self.begin(batch, kv, ops, mesh, probe)
         X, pre = self.embed(step)
         for layer in self.weights.layers:
+            if layer.plan.layer == self.config.cut and step.ends_at_cut:
+                return self.end_at_cut(layer, X, pre, step)
             X, pre = self.run_layer(layer, X, pre, step)
         return self.finish(X, pre, step)
 
@@ -123,6 +125,16 @@ class CedModel:
         logits = ops.head_logits(normed, self.weights.head)
         taps = torch.stack(step.taps, 1) if step.taps else hidden.new_zeros((X.shape[0], 0, X.shape[2]))
         return Out(logits, hidden, taps, torch.stack(step.loads))
+
+    def end_at_cut(self, layer: Layer, X: Tensor, pre: Tensor, step: Step) -> Out:
+        """Write the cut layer's KV and stop: an earlier chunk of a trimmed prefill. The result has no rows."""
+        c, ops = self.config, step.ops
+        write_kv(c, layer, ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps), step)
+        load_LE = X.new_zeros((c.num_hidden_layers, c.n_routed_experts), dtype=torch.int64)
+        load_LE[: len(step.loads)] = torch.stack(step.loads)
+        none = X.new_zeros((0, c.hidden_size))
+        taps = X.new_zeros((0, len(c.dspark_target_layer_ids), c.hidden_size))
+        return Out(X.new_zeros((0, c.vocab_size), dtype=torch.float32), none, taps, load_LE)
 
     def _mixes(self, ops: Any, X: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config

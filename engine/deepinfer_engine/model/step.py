@@ -180,6 +180,11 @@ class Step:
         self.at_cut = phase(batch.tail_T, tail_spans, batch.rows, False) if trimmed else self.before
         self.after = phase(batch.tail_T, tail_spans, tail_spans, True) if trimmed or floors else self.before
 
+    @property
+    def ends_at_cut(self) -> bool:
+        """Whether no token of the step goes past the cut."""
+        return not any(s.tail for s in self.batch.rows)
+
     def count_experts(self, experts: Tensor, total: int) -> None:
         """Add one layer's tokens per logical expert, int64 [E], from chosen ids [T, K]."""
         flat = experts.flatten()

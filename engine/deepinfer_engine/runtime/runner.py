@@ -22,19 +22,20 @@ from deepinfer_engine.model.ced import CedModel
 from deepinfer_engine.runtime.batch import Batch, RowInput, build_batch
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.sample.sampler import Draws, Sampler
-from deepinfer_engine.types import Sequence, StepPlan, TokenLogprob
+from deepinfer_engine.types import Move, Sequence, StepPlan, TokenLogprob
 
 
 @dataclass(frozen=True)
 class StepOutput:
     """Drawn id of every sampled row (negative where it failed), their log-probabilities where wanted, tokens per
-    expert int64 [L, E], host time of building and time from launch to the drawn ids in ms."""
+    expert int64 [L, E], host time of building and time from launch to the drawn ids in ms, payloads of exports."""
 
     tokens: dict[int, int]
     logprobs: dict[int, TokenLogprob]
     load_LE: Tensor
     build_ms: float
     run_ms: float
+    moved: list[tuple[Move, bytes]]
 
 
 @dataclass
@@ -53,12 +54,17 @@ class Flight:
     launched: list[Future[None]] = field(default_factory=list)
     started_s: float = 0.0
     run_ms: float = 0.0
+    moved: list[tuple[Move, bytes]] = field(default_factory=list)
 
 
 class Runner:
     """Model, KV and mesh of one process, and the lane that runs them."""
 
-    def __init__(self, model: CedModel, kv: KVState, ops: Any, mesh: Any, device: str, lane: Lane):
+    def __init__(
+        self, model: CedModel, kv: KVState, ops: Any, mesh: Any, device: str, lane: Lane, *, kept: range = range(0)
+    ):
+        """``kept``: layers whose windows are copied at pivots."""
+        self.kept = kept
         self.model = model
         self.kv = kv
         self.ops = ops
@@ -81,9 +87,18 @@ class Runner:
                 assert previous is not None and row.count == 1
                 late.append((first, previous.drawn_rows[row.seq_id]))
             wants = "last" if row.sample else "none"
-            block_ids = seq.block_ids
+            limits = {} if seq.span is None else vars(seq.span.limits(row.start, row.count))
             rows.append(
-                RowInput(seq.token_ids, row.start, row.count, seq.slot, block_ids, logits=wants, newest_unknown=unknown)
+                RowInput(
+                    seq.token_ids,
+                    row.start,
+                    row.count,
+                    seq.slot,
+                    seq.block_ids,
+                    logits=wants,
+                    newest_unknown=unknown,
+                    **limits,
+                )
             )
             if row.sample:
                 sampled[row.seq_id] = len(sampled)
@@ -97,8 +112,10 @@ class Runner:
             if where is not None:
                 assert previous is not None and previous.draws is not None
                 _fill(batch, where, previous.draws.ids)
+            flight.moved += self._move(plan.before)
             out = self.model.forward(batch, self.kv, self.ops, self.mesh)
             flight.logits, flight.load_LE = out.logits, out.load_LE
+            flight.moved += self._move(plan.after)
 
         flight.launched.append(self.lane.launch(work))
         return flight
@@ -137,7 +154,26 @@ class Runner:
         if home is not None:
             tokens = dict(zip(flight.drawn_rows, home.ids.tolist(), strict=True))
             logprobs = _logprobs(home, list(flight.drawn_rows))
-        return StepOutput(tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms)
+        return StepOutput(tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms, flight.moved)
+
+    def _move(self, moves: tuple[Move, ...]) -> list[tuple[Move, bytes]]:
+        """Copy KV into and out of the cache; payloads of the exports."""
+        out: list[tuple[Move, bytes]] = []
+        for move in moves:
+            if move.kind == "import_block":
+                payload = torch.frombuffer(bytearray(move.data), dtype=torch.uint8).unsqueeze(0)
+                self.kv.import_blocks(torch.tensor([move.at], device=self.device), payload.to(self.device))
+            elif move.kind == "import_window":
+                rows = torch.frombuffer(bytearray(move.data), dtype=torch.uint8)
+                shape = (len(self.kept), -1, self.kv.layout.window_row_bytes)
+                self.kv.import_window(move.at, move.end, self.kept, rows.view(shape).to(self.device))
+            elif move.kind == "export_block":
+                data = self.kv.export_blocks(torch.tensor([move.at], device=self.device))
+                out.append((move, data.cpu().numpy().tobytes()))
+            else:
+                data = self.kv.export_window(move.at, move.end, self.kept)
+                out.append((move, data.cpu().numpy().tobytes()))
+        return out
 
     def _send_home(self, flight: Flight) -> None:
         """Copy the draws to the host; on a device without waiting, ``ready`` tells when they are there."""

@@ -8,7 +8,7 @@ since every request fits a rank by itself, it always finishes. Prompt chunks fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deepinfer_engine.config.model import BLOCK_TOKENS
@@ -82,8 +82,11 @@ def plan_prefill(
     chunk_tokens: int,
     budget_ms: float,
     cost: StepCost | None,
+    stop: Callable[[Seq], int] = lambda seq: 0,
 ) -> list[PlannedRow]:
-    """Prompt chunks in order of arrival, at most ``chunk_tokens`` per rank.
+    """Prompt chunks in order of arrival, at most ``chunk_tokens`` per rank, cut as their ``span`` wants it.
+
+    A chunk does not cross ``stop(seq)``. A sequence whose chunk does not fit what is left of the step waits.
 
     With ``budget_ms`` > 0 the whole step, decode rows included, is kept within it by ``cost`` (virtual ranks share one
     device, so their times add up). The oldest prompt moves by a block per step in any case: a budget that is too small
@@ -102,6 +105,11 @@ def plan_prefill(
         if budget_ms > 0 and count:
             fits = cost.longest(start, left_ms) if cost is not None else 0
             count = min(count, max(fits, 0 if rows else BLOCK_TOKENS))
+        if count > 0 and seq.span is not None and start < seq.span.length:
+            if not rows:
+                count = max(count, min(room, seq.span.shape.min_chunk_tokens))
+            chunk = seq.span.next_chunk(start, count, stop=stop(seq))
+            count = 0 if chunk is None else chunk.count
         if count <= 0:
             continue
         if cost is not None:

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepinfer_engine.cache.pool import IdPool
+from deepinfer_engine.cache.replay import ReplayShape
+from deepinfer_engine.cache.tiers import Tiers
 from deepinfer_engine.config.model import BLOCK_TOKENS
 from deepinfer_engine.errors import CapacityError, UsageError
 from deepinfer_engine.sched.prefill_budget import CostFit
+from deepinfer_engine.sched.reuse import Reuse
 from deepinfer_engine.sched.router import Head, RankLoad, route
 from deepinfer_engine.sched.rows import plan_decode, plan_prefill
 from deepinfer_engine.types import FinishReason, Sequence, StepPlan
@@ -55,10 +58,12 @@ class Drawn(NamedTuple):
 class Scheduler:
     """Owns the sequences in flight and the pools of slots and blocks. Not thread-safe."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, shape: ReplayShape | None = None, tiers: Tiers | None = None):
+        """``shape``: how prompts are replayed; without one, all rows run through all layers and nothing is shared."""
         self.limits = limits
+        self.reuse = Reuse(shape, limits.dp, limits.blocks, tiers)
         self.slots = [IdPool(limits.rows, "rows") for _ in range(limits.dp)]
-        self.blocks = [IdPool(limits.blocks, "blocks") for _ in range(limits.dp)]
+        self.blocks = self.reuse.device
         self.running: dict[int, Sequence] = {}
         self.waiting: dict[int, Sequence] = {}
         self.fit = CostFit()
@@ -104,6 +109,7 @@ class Scheduler:
         if seq.uid < 0:
             self.reserve(seq)
         assert seq.state == "new"
+        self.reuse.begin(seq)
         self._enqueue(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -113,10 +119,17 @@ class Scheduler:
 
     def _admit(self) -> list[Sequence]:
         heads: list[Sequence] = []
+        fetching: list[int] = []
         while self._queue and len(heads) < self._free_slots:
             seq = self.waiting.get(heapq.heappop(self._queue))
-            if seq is not None:
+            if seq is None:
+                continue
+            if self.reuse.ready(seq):
                 heads.append(seq)
+            else:
+                fetching.append(seq.uid)  # its blocks are on their way; others go first
+        for uid in fetching:
+            heapq.heappush(self._queue, uid)
         if not heads:
             return []
         loads = [
@@ -141,20 +154,15 @@ class Scheduler:
         del self.waiting[seq.uid]
         seq.dp_rank = rank
         seq.slot = rank * self.limits.rows + self.slots[rank].take(1)[0]
-        seq.num_computed = seq.pending = 0
-        seq.block_ids = []
-        self._grow(seq, -(-len(seq.token_ids) // BLOCK_TOKENS))
+        seq.pending = 0
+        self.reuse.place(seq)
+        seq.num_computed = 0 if seq.span is None else seq.span.start
         seq.expected_len = self._expected(seq)
         seq.state = "running"
         self.running[seq.uid] = seq
         self._rank_seqs[rank] += 1
         self._rank_tokens[rank] += seq.expected_len
         self._free_slots -= 1
-
-    def _grow(self, seq: Sequence, count: int) -> None:
-        """``count`` more blocks, numbered in the store that all virtual ranks share."""
-        base = seq.dp_rank * self.limits.blocks
-        seq.block_ids.extend(base + b for b in self.blocks[seq.dp_rank].take(count))
 
     # -------------------------------------------------------------- planning
 
@@ -169,7 +177,7 @@ class Scheduler:
         for seq in decode.preempt:
             self._preempt(seq)
         for seq in decode.grow:
-            self._grow(seq, 1)
+            self.reuse.grow(seq, 1)
         admitted = self._admit() if self._queue and self._free_slots else []
         prefill = plan_prefill(
             [*decode.prefilling, *admitted],
@@ -177,6 +185,7 @@ class Scheduler:
             chunk_tokens=self.limits.chunk_tokens,
             budget_ms=self.limits.step_budget_ms,
             cost=self.fit.cost,
+            stop=self.reuse.stop,
         )
         rows = (*decode.rows, *prefill)
         for row in rows:
@@ -184,8 +193,10 @@ class Scheduler:
             seq.num_computed = row.start + row.count
             if row.sample:
                 seq.pending += 1
+            self.reuse.advance(seq)
         self._step += 1
-        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), tuple(s.uid for s in decode.preempt))
+        gone = tuple(s.uid for s in decode.preempt)
+        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves())
 
     def observe(self, plan: StepPlan, ms: float) -> None:
         """Learn the cost of a step from its measured time; only where a time budget is to be kept."""
@@ -243,9 +254,10 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence that is waiting or running, and free what it holds."""
         if seq.state == "running":
-            self._release(seq)
+            self._release(seq, wrong=reason == "error")
         else:
             del self.waiting[seq.uid]
+            self.reuse.forget(seq)
         if reason in ("stop", "length"):
             new = float(seq.num_generated)
             self._mean_new = new if self._mean_new is None else self._mean_new + _LENGTH_DECAY * (new - self._mean_new)
@@ -253,25 +265,25 @@ class Scheduler:
         if not self.busy:
             self.verify()
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, *, wrong: bool = False) -> None:
         del self.running[seq.uid]
         rank = seq.dp_rank
         self.slots[rank].give([seq.slot - rank * self.limits.rows])
-        self.blocks[rank].give([b - rank * self.limits.blocks for b in seq.block_ids])
+        self.reuse.release(seq, wrong=wrong)
         self._rank_seqs[rank] -= 1
         self._rank_tokens[rank] -= seq.expected_len
         self._free_slots += 1
-        seq.block_ids = []
         seq.slot = seq.dp_rank = -1
 
     def verify(self) -> None:
-        """Assert that slots and blocks in use are exactly those of running sequences, each held once."""
+        """Assert that slots and blocks in use are exactly those of running sequences; shared blocks count once."""
         limits = self.limits
         held_slots = [s.slot for s in self.running.values()]
         held_blocks = [b for s in self.running.values() for b in s.block_ids]
-        assert len(set(held_slots)) == len(held_slots) and len(set(held_blocks)) == len(held_blocks)
+        assert len(set(held_slots)) == len(held_slots)
+        assert self.reuse.tiers is not None or len(set(held_blocks)) == len(held_blocks)
         assert sum(p.used for p in self.slots) == len(held_slots) == limits.dp * limits.rows - self._free_slots
-        assert sum(p.used for p in self.blocks) == len(held_blocks)
+        assert sum(p.used for p in self.blocks) == len(set(held_blocks))
         for rank in range(limits.dp):
             mine = [s for s in self.running.values() if s.dp_rank == rank]
             assert self._rank_seqs[rank] == len(mine)

@@ -45,6 +45,11 @@ class Place:
     expiry: int
 
 
+def _segment(row: tuple) -> Segment:
+    identity, name, traffic, stride, expires, sealed = row
+    return Segment(identity, name, traffic, stride, expires, bool(sealed))
+
+
 class Index:
     """Two connections, each used under a lock by all threads of a process: lookups never wait for a checkpoint."""
 
@@ -81,18 +86,18 @@ class Index:
                 (name, traffic, stride, expires),
             )
             row = self._db.execute("SELECT * FROM segments WHERE name = ?", (name,)).fetchone()
-        return Segment(*row[:5], bool(row[5]))
+        return _segment(row)
 
     def segment(self, segment_id: int) -> Segment | None:
         with self._read_lock:
             row = self._reader.execute("SELECT * FROM segments WHERE id = ?", (segment_id,)).fetchone()
-        return None if row is None else Segment(*row[:5], bool(row[5]))
+        return None if row is None else _segment(row)
 
     def segments(self) -> list[Segment]:
         """All segments, the one that expires first in front."""
         with self._lock:
             rows = self._db.execute("SELECT * FROM segments ORDER BY expires, id").fetchall()
-        return [Segment(*row[:5], bool(row[5])) for row in rows]
+        return [_segment(row) for row in rows]
 
     def seal(self, segment_id: int) -> None:
         with self._lock:

@@ -1,0 +1,65 @@
+"""From a profile's ``cache`` section to the tiers below the device. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.cache.prefix import namespace_root
+from deepinfer_engine.cache.replay import ReplayShape
+from deepinfer_engine.cache.store.interface import StoreOptions, open_store
+from deepinfer_engine.cache.tiers import HostBlocks, Tiers, WindowPool
+from deepinfer_engine.config.schema import Profile
+from deepinfer_engine.errors import ProfileError
+from deepinfer_engine.weights.checkpoint import Checkpoint
+
+
+def open_tiers(profile: Profile, shape: ReplayShape, checkpoint: Checkpoint, layout: KVLayout) -> Tiers:
+    """Host memory, window pool and store of one process; its virtual ranks share them.
+
+    Raises ``ProfileError`` where rows cannot leave the device, ``ArtefactError`` and ``NotReadyError`` of the store.
+    """
+    cache = profile.cache
+    lower = {
+        "cache.host_gib_per_rank": cache.host_gib_per_rank > 0,
+        "cache.swa_pool_gib_per_rank": cache.swa_pool_gib_per_rank > 0,
+        "cache.store.backend": cache.store.backend != "none",
+    }
+    asked = [key for key, wanted in lower.items() if wanted]
+    if asked and not layout.records:
+        raise ProfileError(
+            f"{asked[0]} keeps official records, numerics.mode float has f32 rows that are never stored",
+            hint="use numerics.mode fast or reference, or blocks of the device only",
+        )
+    root = namespace_root(
+        config=checkpoint.config.digest,
+        weights=checkpoint.digest,
+        numerics=profile.numerics.mode,
+        layout=layout,
+        tenant=cache.tenant,
+    )
+    ranks = profile.parallel.dp
+    store = None
+    if cache.store.backend != "none":
+        assert cache.store.path is not None  # the profile's rules ask for it
+        per_entry = layout.global_row_bytes + layout.index_row_bytes
+        options = StoreOptions(
+            path=Path(cache.store.path),
+            ttl_s={"agent": cache.store.ttl_s.agent, "chat": cache.store.ttl_s.chat},
+            capacity=int(cache.store.capacity_gib * 2**30),
+            namespace=root,
+            sections=tuple((s.layer, s.entries_per_block * per_entry) for s in layout.sources),
+        )
+        store = open_store(options, cache.store.backend)
+    return Tiers(
+        root=root,
+        host=HostBlocks(int(cache.host_gib_per_rank * ranks * 2**30)),
+        windows=WindowPool(
+            int(cache.swa_pool_gib_per_rank * ranks * 2**30),
+            cache.swa_pool_ttl_s,
+            shape.snapshot_layers,
+            strict=cache.strict_lineage,
+        ),
+        store=store,
+        fetch_s=cache.store.fetch_deadline_ms / 1000,
+    )

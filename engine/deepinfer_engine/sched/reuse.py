@@ -1,0 +1,267 @@
+"""``Reuse``: what a sequence takes over instead of computing it, and what it leaves for others. Decides; moves nothing.
+
+It owns the blocks of every rank and knows the tiers below. Placing a sequence matches its prompt, plans its prefill
+(``cache.replay``) and lists the moves that must run before its first row: payloads to import, kept blocks to export
+before they are overwritten. Later it names blocks as they fill, and asks for window KV at pivots. The runner executes
+the moves in step order, so everything named here is there when a later step reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from deepinfer_engine.cache.pivots import due_pivot
+from deepinfer_engine.cache.pool import IdPool
+from deepinfer_engine.cache.prefix import DeviceBlocks, Key, extend_keys
+from deepinfer_engine.cache.replay import ReplayShape, ReplaySpan, plan_prefill
+from deepinfer_engine.cache.store.behind import WriteBehind
+from deepinfer_engine.cache.tiers import Payload, PrefixMatch, Tiers, match_prefix
+from deepinfer_engine.config.model import BLOCK_TOKENS
+from deepinfer_engine.types import Move, Sequence
+
+
+@dataclass
+class _Fetch:
+    """Blocks of a waiting sequence on their way from the store."""
+
+    keys: list[Key]
+    payloads: Future[list[Payload | None]]
+    deadline: float
+
+
+@dataclass
+class ReuseStats:
+    """Counts since the start."""
+
+    hits: int = 0
+    cached_tokens: int = 0
+    replayed_tokens: int = 0
+    fetch_late: int = 0
+    windows_kept: int = 0
+
+
+@dataclass
+class Reuse:
+    """Blocks of ``dp`` ranks, ``blocks`` each. ``tiers`` None: nothing is shared or kept."""
+
+    shape: ReplayShape | None
+    dp: int
+    blocks: int
+    tiers: Tiers | None = None
+    clock: Callable[[], float] = time.monotonic
+    stats: ReuseStats = field(default_factory=ReuseStats)
+
+    def __post_init__(self) -> None:
+        self.device = [DeviceBlocks(IdPool(self.blocks, "blocks")) for _ in range(self.dp)]
+        self._before: list[Move] = []
+        self._after: list[Move] = []
+        self._fetches: dict[int, _Fetch] = {}
+        self._staged: dict[int, dict[Key, Payload]] = {}
+        self._reader = ThreadPoolExecutor(1, "kv-fetch") if self.tiers is not None and self.tiers.store else None
+        self._behind = WriteBehind(self.tiers.store) if self.tiers is not None and self.tiers.store else None
+
+    # ----------------------------------------------------------------- fetch
+
+    def begin(self, seq: Sequence) -> None:
+        """A new sequence: start reading what only the store has. Never waits."""
+        tiers = self.tiers
+        if tiers is None:
+            return
+        extend_keys(tiers.root, seq.keys, seq.token_ids[: seq.num_prompt])
+        if tiers.store is None or self._reader is None:
+            return
+        near = max(len(d.match(seq.keys)) for d in self.device)
+        keys = [k for k in seq.keys[near:] if k not in tiers.host]
+        keys = keys[: tiers.store.match(keys)]
+        if keys:
+            late = self.clock() + tiers.fetch_s
+            self._fetches[seq.uid] = _Fetch(keys, self._reader.submit(tiers.store.get, keys), late)
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence may be placed: nothing is on its way, or too late."""
+        fetch = self._fetches.get(seq.uid)
+        if fetch is None:
+            return True
+        if not fetch.payloads.done() and self.clock() < fetch.deadline:
+            return False
+        del self._fetches[seq.uid]
+        if not fetch.payloads.done():
+            self.stats.fetch_late += 1
+            return True
+        found = zip(fetch.keys, fetch.payloads.result(), strict=True)
+        self._staged[seq.uid] = {key: payload for key, payload in found if payload is not None}
+        return True
+
+    def wait(self) -> None:
+        """Sleep until something on its way arrives or is late."""
+        pending = list(self._fetches.values())
+        if pending:
+            first = min(pending, key=lambda f: f.deadline)
+            try:
+                first.payloads.result(max(0.0, first.deadline - self.clock()))
+            except TimeoutError:
+                return
+
+    # ----------------------------------------------------------------- place
+
+    def place(self, seq: Sequence) -> None:
+        """Give a sequence its blocks on its rank and its plan: shared ones first, then fetched, then empty ones."""
+        device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
+        found, staged = PrefixMatch(), self._staged.pop(seq.uid, {})
+        if self.tiers is not None:
+            extend_keys(self.tiers.root, seq.keys, seq.token_ids)
+            found = self._match(seq, device, staged)
+        need = -(-len(seq.token_ids) // BLOCK_TOKENS)
+        if self.shape is None:
+            seq.block_ids = [base + b for b in self._take(device, base, need)]
+            return
+        seq.span = self._plan(self.shape, seq, found)
+        reused = seq.span.reused // BLOCK_TOKENS
+        shared = [b for b in found.blocks[:reused] if b is not None]
+        device.share(shared)
+        fresh = iter(self._take(device, base, need - len(shared)))
+        blocks = [b if b is not None else next(fresh) for b in found.blocks[:reused]]
+        for j, block in enumerate(found.blocks[:reused]):
+            if block is None:
+                self._import(seq.keys[j], blocks[j], base, device, staged)
+        seq.block_ids = [base + b for b in [*blocks, *fresh]]
+        seq.published, seq.windowed = reused, seq.span.start
+        if seq.span.window_end is not None:
+            assert self.tiers is not None
+            window = self.tiers.windows.get(seq.keys[reused - 1], self.clock())
+            assert window is not None, "it was there when the plan was made"
+            self._before.append(Move("import_window", seq.slot, seq.span.window_end, data=window.data))
+        self.stats.hits += reused > 0
+        self.stats.cached_tokens += seq.span.reused
+        self.stats.replayed_tokens += seq.span.replayed
+
+    def _match(self, seq: Sequence, device: DeviceBlocks, staged: dict[Key, Payload]) -> PrefixMatch:
+        assert self.tiers is not None
+        here = _Staged(staged)
+        return match_prefix(seq.keys, device, self.tiers.host, here, self.tiers.windows, self.clock())
+
+    def _plan(self, shape: ReplayShape, seq: Sequence, found: PrefixMatch) -> ReplaySpan:
+        """A preempted sequence gets the plan it had, or one that computes the same: never a new approximation."""
+        hit, before = found.hit_tokens, seq.span
+        if before is not None:
+            if before.mode == "replay" and hit >= before.reused:
+                hit = before.reused
+            else:
+                shape = replace(shape, encoder="off")
+        return plan_prefill(shape, seq.num_prompt, hit=hit, windows_at=found.windows_at, approximate=found.approximate)
+
+    def _import(self, key: Key, block: int, base: int, device: DeviceBlocks, staged: dict[Key, Payload]) -> None:
+        assert self.tiers is not None
+        payload = staged.get(key) or self.tiers.host.get(key)
+        assert payload is not None, "it was there when the plan was made"
+        self._before.append(Move("import_block", base + block, data=payload.data))
+        device.publish(block, key, replayed=payload.replayed)
+
+    def _take(self, device: DeviceBlocks, base: int, count: int) -> list[int]:
+        blocks, spilled = device.take(count)
+        if self.tiers is not None and self.tiers.host.capacity:
+            self._before += [
+                Move("export_block", base + s.block, key=s.key, replayed=s.replayed)
+                for s in spilled
+                if s.key not in self.tiers.host
+            ]
+        return blocks
+
+    def grow(self, seq: Sequence, count: int) -> None:
+        """``count`` more empty blocks."""
+        base = seq.dp_rank * self.blocks
+        seq.block_ids.extend(base + b for b in self._take(self.device[seq.dp_rank], base, count))
+
+    # --------------------------------------------------------------- publish
+
+    def advance(self, seq: Sequence) -> None:
+        """After rows of a sequence are planned: name the blocks they fill, ask for the windows they pass."""
+        tiers = self.tiers
+        if tiers is None:
+            return
+        known = min(seq.num_computed, len(seq.token_ids))
+        replayed = seq.span is not None and seq.span.lineage == "replayed"
+        if known // BLOCK_TOKENS > seq.published:
+            extend_keys(tiers.root, seq.keys, seq.token_ids[:known])
+            device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
+            while seq.published < known // BLOCK_TOKENS:
+                block, key = seq.block_ids[seq.published], seq.keys[seq.published]
+                fresh = device.publish(block - base, key, replayed=replayed)
+                if fresh and tiers.store is not None:
+                    self._after.append(Move("export_block", block, key=key, replayed=replayed, store=True))
+                seq.published += 1
+        pivot = due_pivot(seq.windowed, known)
+        # the rings hold the windows before a pivot until more than the rollback rows follow
+        assert self.shape is not None
+        if pivot is not None and seq.num_computed - pivot <= self.shape.slack and tiers.windows.capacity:
+            seq.windowed = pivot
+            key = seq.keys[pivot // BLOCK_TOKENS - 1]
+            if not (replayed and tiers.windows.strict) and not tiers.windows.has(key, self.clock()):
+                self._after.append(Move("export_window", seq.slot, pivot, key=key, replayed=replayed))
+
+    def stop(self, seq: Sequence) -> int:
+        """Where a prefill chunk ends so that the windows there can be kept; 0: anywhere."""
+        if self.tiers is None or not self.tiers.windows.capacity or seq.span is None:
+            return 0
+        return seq.span.keep_windows_at
+
+    def moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        """Moves before and after the step that is being planned; the lists start anew."""
+        before, after = tuple(self._before), tuple(self._after)
+        self._before, self._after = [], []
+        return before, after
+
+    def keep(self, moved: Items[tuple[Move, bytes]]) -> None:
+        """Payloads that came back from a step's exports, into their tiers."""
+        for move, data in moved:
+            assert self.tiers is not None
+            payload = Payload(data, move.replayed)
+            if move.kind == "export_window":
+                self.stats.windows_kept += self.tiers.windows.put(move.key, payload, self.clock())
+            elif move.store and self._behind is not None:
+                self._behind.put(move.key, payload)
+            else:
+                self.tiers.host.put(move.key, payload)
+
+    # --------------------------------------------------------------- release
+
+    def release(self, seq: Sequence, *, wrong: bool = False) -> None:
+        """A sequence ends or is preempted; ``wrong``: what it computed must not be reused."""
+        device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
+        if wrong and seq.span is not None:
+            for key in seq.keys[seq.span.reused // BLOCK_TOKENS : seq.published]:
+                device.drop(key)
+        device.release([b - base for b in seq.block_ids])
+        seq.block_ids = []
+        seq.published = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """A waiting sequence ends: nothing waits for its blocks any more."""
+        self._fetches.pop(seq.uid, None)
+        self._staged.pop(seq.uid, None)
+
+    def close(self) -> None:
+        """Finish writing behind."""
+        if self._reader is not None:
+            self._reader.shutdown()
+        if self._behind is not None:
+            self._behind.close()
+        if self.tiers is not None and self.tiers.store is not None:
+            self.tiers.store.close()
+
+
+class _Staged:
+    """What arrived from the store for one sequence, as a tier."""
+
+    def __init__(self, held: dict[Key, Payload]):
+        self._held = held
+
+    def match(self, keys: Items[Key]) -> int:
+        for i, key in enumerate(keys):
+            if key not in self._held:
+                return i
+        return len(keys)

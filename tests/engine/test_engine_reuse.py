@@ -1,0 +1,199 @@
+"""The engine with a prefix cache and replays: what must be the same bit by bit is, and usage says what was reused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from deepinfer_engine.config.profile import load_profile
+from deepinfer_engine.engine import Engine
+from deepinfer_engine.errors import ProfileError
+from deepinfer_engine.types import Completion, Request, SamplingParams
+
+CHECKPOINT = Path(__file__).resolve().parents[1] / "vectors" / "v41-tiny-a" / "checkpoint"
+BASE = {
+    "sched.max_context_tokens": "1024",
+    "cache.hbm_tokens_per_rank": "4096",
+    "sched.max_rows_per_rank": "4",
+    "sched.prefill_chunk_tokens": "256",
+    "numerics.mode": "fast",
+    "numerics.batch_invariant": "true",
+    "replay.decoder": "bounded",
+}
+PREFIX = {"cache.prefix": "true"}
+WINDOWS = {**PREFIX, "cache.swa_pool_gib_per_rank": "0.01"}
+REPLAY = {**PREFIX, "replay.encoder": "bounded"}
+
+
+def open_engine(**changes: str) -> Engine:
+    chosen = {**BASE, **changes}
+    profile = load_profile("cpu-nano", [f"{key}={value}" for key, value in chosen.items()]).profile
+    return Engine.open(profile, CHECKPOINT, device="cpu")
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 360) for _ in range(length))
+
+
+def ask(engine: Engine, ids: tuple[int, ...], name: str = "r", new: int = 12) -> Completion:
+    sampling = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=True)
+    (done,) = engine.generate([Request(name, ids, sampling)])
+    assert not engine.busy
+    engine.scheduler.verify()
+    assert all(device.used == 0 for device in engine.scheduler.reuse.device)
+    return done
+
+
+def drawn(done: Completion) -> list[tuple[int, float]]:
+    assert done.logprobs is not None
+    return [(item.token_id, item.logprob) for item in done.logprobs]
+
+
+def reused(done: Completion) -> tuple[int, int]:
+    return done.usage.cached, done.usage.replayed
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[int, list[tuple[int, float]]]:
+    """What a bounded engine without a cache draws, by prompt length."""
+    with open_engine() as engine:
+        return {length: drawn(ask(engine, prompt(length))) for length in (390, 523)}
+
+
+def test_an_exact_tail_draws_what_all_rows_draw_in_any_chunks():
+    results = []
+    for changes in (
+        {"replay.decoder": "off"},
+        {"replay.decoder": "exact"},
+        {"replay.decoder": "off", "sched.prefill_chunk_tokens": "97"},
+        {"replay.decoder": "exact", "sched.prefill_chunk_tokens": "150"},
+    ):
+        with open_engine(**changes) as engine:
+            results.append(drawn(ask(engine, prompt(390))))
+    assert results[1:] == results[:1] * 3
+
+
+def test_a_bounded_decoder_is_an_approximation_of_them(cold):
+    with open_engine(**{"replay.decoder": "off"}) as engine:
+        assert drawn(ask(engine, prompt(390))) != cold[390]
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_a_hit_with_its_windows_draws_the_bits_of_a_cold_run(cold, overlap):
+    with open_engine(**WINDOWS, **{"sched.overlap": overlap}) as engine:
+        first, second = ask(engine, prompt(390), "a"), ask(engine, prompt(390), "b")
+        assert reused(first) == (0, 0) and reused(second) == (256, 0)
+        assert drawn(first) == drawn(second) == cold[390]
+        assert engine.scheduler.reuse.stats.windows_kept >= 1
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_a_second_turn_starts_from_windows_copied_while_decoding(overlap):
+    with open_engine(**WINDOWS, **{"sched.overlap": overlap}) as engine:
+        first = ask(engine, prompt(370), "a", new=24)  # passes 384
+        turn = (*prompt(370), *first.token_ids, *prompt(60, 5))
+        second = ask(engine, turn, "b")
+        assert reused(second) == (384, 0)
+    with open_engine() as engine:
+        assert drawn(ask(engine, turn)) == drawn(second)
+
+
+def test_a_hit_without_windows_is_replayed_or_computed(cold):
+    with open_engine(**REPLAY) as engine:
+        ask(engine, prompt(390), "a")
+        replayed = ask(engine, prompt(390), "b")
+        assert reused(replayed) == (256, 16)
+        assert drawn(replayed) != cold[390], "a replay is an approximation"
+        assert drawn(ask(engine, prompt(390), "c")) == drawn(replayed), "and the same one every time"
+    with open_engine(**PREFIX) as engine:
+        ask(engine, prompt(390), "a")
+        computed = ask(engine, prompt(390), "b")
+        assert reused(computed) == (0, 0) and drawn(computed) == cold[390]
+
+
+def test_strict_lineage_keeps_no_window_of_a_replay():
+    for strict, kept in (("true", 0), ("false", 1)):
+        with open_engine(**{**WINDOWS, **REPLAY, "cache.strict_lineage": strict}) as engine:
+            ask(engine, prompt(300), "a")
+            windows = engine.scheduler.reuse.tiers.windows
+            for key in list(windows._held):
+                windows._remove(key)
+            assert ask(engine, prompt(300), "b").usage.replayed == 16
+            assert len(windows) == kept
+
+
+def test_blocks_return_from_host_memory_after_the_device_gave_them_up(cold):
+    small = {**WINDOWS, "cache.hbm_tokens_per_rank": "1024", "cache.host_gib_per_rank": "0.01"}
+    with open_engine(**small) as engine:
+        first = ask(engine, prompt(390), "a")
+        ask(engine, prompt(900, 7), "b")  # takes all eight blocks
+        third = ask(engine, prompt(390), "c")
+        assert engine.scheduler.reuse.tiers.host.stats.hits >= 2
+        assert reused(third) == (256, 0)
+        assert drawn(first) == drawn(third) == cold[390]
+
+
+@pytest.mark.parametrize("backend", ["segment", "posix"])
+def test_blocks_return_from_the_store_in_another_process(cold, backend, tmp_path):
+    changes = {**REPLAY, "cache.store.backend": backend, "cache.store.path": str(tmp_path / "kv")}
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390))
+    with open_engine(**changes) as engine:
+        again = ask(engine, prompt(390))
+        assert reused(again) == (256, 16)
+    with open_engine(**{**changes, "cache.tenant": "other"}) as engine:
+        other = ask(engine, prompt(390))
+        assert reused(other) == (0, 0) and drawn(other) == cold[390]
+
+
+def test_two_prompts_share_a_prefix_and_never_more(cold):
+    with open_engine(**WINDOWS) as engine:
+        ask(engine, prompt(390), "a")
+        other = (*prompt(390)[:200], *prompt(323, 9))
+        changed = ask(engine, other, "b")
+        assert reused(changed) == (0, 0), "128 shared tokens have no windows"
+        assert drawn(ask(engine, prompt(523), "c")) == cold[523]
+    with open_engine() as engine:
+        assert drawn(ask(engine, other)) == drawn(changed)
+
+
+@pytest.mark.parametrize("changes", [WINDOWS, REPLAY, {}], ids=["windows", "replay", "none"])
+def test_a_preempted_request_goes_on_as_if_it_had_not_been(changes):
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    work = [Request("a", prompt(390), sampling), Request("b", prompt(300, 4), sampling)]
+    with open_engine(**changes) as undisturbed:
+        expected = [c.token_ids for c in undisturbed.generate(work)]
+    with open_engine(**changes) as engine:
+        for request in work:
+            engine.submit(request)
+        done: list[Completion] = []
+        while engine.busy:
+            done += [event for event in engine.step() if isinstance(event, Completion)]
+            if engine.steps in (2, 9):  # while prefilling, while decoding
+                for seq in list(engine.scheduler.running.values()):
+                    engine.scheduler._preempt(seq)
+                engine.scheduler.verify()
+        assert [c.token_ids for c in sorted(done, key=lambda c: c.request_id)] == expected
+        assert all(c.usage.preemptions >= 1 for c in done)
+        assert [c.usage.cached > 0 for c in done] == [changes is WINDOWS] * 2
+
+
+def test_virtual_ranks_keep_their_own_blocks(cold):
+    with open_engine(**WINDOWS, **{"parallel.ep": "2", "parallel.dp": "2"}) as engine:
+        work = [Request(f"r{i}", prompt(390), SamplingParams(max_tokens=12, ignore_eos=True)) for i in range(4)]
+        done = engine.generate(work) + engine.generate(
+            [Request(f"s{i}", r.token_ids, r.sampling) for i, r in enumerate(work)]
+        )
+        assert {c.token_ids for c in done} == {tuple(t for t, _ in cold[390])}
+        assert max(c.usage.cached for c in done) == 256
+
+
+def test_rows_that_cannot_leave_the_device_are_refused_by_name():
+    with pytest.raises(ProfileError, match=r"cache.swa_pool_gib_per_rank keeps official records.*float"):
+        open_engine(**WINDOWS, **{"numerics.mode": "float"})
+    with open_engine(**REPLAY, **{"numerics.mode": "float"}) as engine:
+        ask(engine, prompt(390), "a")
+        assert reused(ask(engine, prompt(390), "b")) == (256, 16)
