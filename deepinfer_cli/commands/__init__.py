@@ -30,6 +30,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("yoco-verify", "deepinfer_cli.commands.yoco_verify", "Prove prefix hits and bounded replay."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
     Verb("plan", "deepinfer_cli.commands.plan", "Say what fits, how fast it may be, and where each number is from."),
+    Verb("build-kernels", "deepinfer_cli.commands.build_kernels", "Compile kernels ahead of time."),
     Verb("doctor", "deepinfer_cli.commands.doctor", "What this machine has, lacks, and how to fix it."),
     Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
 )

@@ -392,7 +392,9 @@ def _resolve_ops(profile: Profile) -> Ops:
             profile.numerics.mode,
             profile.hardware.platform,
             backends,
+            backend=profile.kernels.backend,
             batch_invariant=profile.numerics.batch_invariant,
+            cache=None if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir),
         )
     except KernelError as exc:
         if profile.numerics.batch_invariant:

@@ -173,7 +173,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Preempt, admit and plan one step; no rows when nothing can run before a result comes back."""
         free = [pool.free for pool in self.blocks] if self.running else []
-        decode = plan_decode(self.running.values(), free)
+        decode = plan_decode(self.running.values(), free, self.reuse.users)
         for seq in decode.preempt:
             self._preempt(seq)
         for seq in decode.grow:
@@ -198,7 +198,7 @@ class Scheduler:
                 self.reuse.advance(seq)
         self._step += 1
         gone = tuple(s.uid for s in decode.preempt)
-        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves())
+        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves(bool(rows)))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
         """Learn the cost of a step from its measured time; only where a time budget is to be kept."""
