@@ -25,13 +25,14 @@ here := $(shell pwd | cksum | cut -d' ' -f1)
 pins := $(shell cat pyproject.toml constraints.txt hatch_build.py | cksum | cut -d' ' -f1)
 CREATED := $(VENV)/.created-$(here)
 INSTALLED := $(VENV)/.installed-$(here)-$(pins)
+KERNELS := $(VENV)/.kernels-$(here)
 
 .PHONY: run test clean
 .DELETE_ON_ERROR:
 
 # Passed through the environment, so that quotes in the prompt reach the program as they are.
 run: export PROMPT := $(PROMPT)
-run: $(INSTALLED)
+run: $(KERNELS)
 	$(BIN)/deepinfer run -- "$$PROMPT"
 
 # One thread per process: the tests use small tensors, and two cores are enough for all of them.
@@ -49,6 +50,12 @@ clean:
 $(INSTALLED): $(CREATED)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# Into the user's cache folder, once per source, compiler and CPU. Without a compiler everything runs, only slower.
+$(KERNELS): $(INSTALLED) $(wildcard kernels/deepinfer_kernels/cpu/*.cpp kernels/deepinfer_kernels/cpu/*.h)
+	@echo "compiling kernels for this CPU"
+	@$(BIN)/deepinfer build-kernels --target cpu >/dev/null || echo "note: decoding runs without compiled kernels" >&2
 	@touch $@
 
 # Some distributions ship venv without ensurepip; the pip of the chosen interpreter then installs one.

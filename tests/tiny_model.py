@@ -1,6 +1,6 @@
 """A tiny random V4.1 checkpoint with a byte-level BPE of its own, for tests that run the whole engine.
 
-Every mechanism is on: both ratios, candidates, hash memory, sixteen experts. Contexts go up to 1,024 tokens.
+Every mechanism is on: both ratios, candidates, hash memory, eight experts. Contexts go up to 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_tiny_model(directory: Path, **text: Any) -> Path:
     raw["text_config"] |= {
         "vocab_size": tokenizer.vocab_size, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 6,
         "num_attention_heads": 2, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_lora_rank": 32,
-        "o_groups": 2, "n_routed_experts": 16, "num_experts_per_tok": 2, "sliding_window": 16,
+        "o_groups": 2, "hc_sinkhorn_iters": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16,
         "compress_ratios": [0, 0, 2, 2, 1, 1, 0, 0], "kv_source_layer_ids": [2, 4],
         "index_source_layer_ids": [2, 4, 5], "index_n_heads": 2, "index_head_dim": 32, "index_topk": 12,
         "candidate_source_layer_id": 4, "candidate_topk_blocks": 5, "candidate_block_size": 4,

@@ -24,11 +24,13 @@ VERBS: tuple[Verb, ...] = (
     Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
     Verb("eval", "deepinfer_cli.commands.eval", "Measure accuracy on our engine or on any endpoint."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
+    Verb("eplb-plan", "deepinfer_cli.commands.eplb_plan", "Plan where experts live from recorded loads."),
     Verb("fetch-weights", "deepinfer_cli.commands.fetch_weights", "Fetch a checkpoint, resumable and hash-checked."),
     Verb("kv", "deepinfer_cli.commands.kv", "Explain replay plans; inspect, check and clean the KV store."),
     Verb("yoco-verify", "deepinfer_cli.commands.yoco_verify", "Prove prefix hits and bounded replay."),
     Verb("profile", "deepinfer_cli.commands.profile", "List, show, validate and compare deployment profiles."),
     Verb("plan", "deepinfer_cli.commands.plan", "Say what fits, how fast it may be, and where each number is from."),
+    Verb("build-kernels", "deepinfer_cli.commands.build_kernels", "Compile kernels ahead of time."),
     Verb("doctor", "deepinfer_cli.commands.doctor", "What this machine has, lacks, and how to fix it."),
     Verb("logits", "deepinfer_cli.commands.logits", "Teacher-forced logits of token lists, for acceptance tests."),
 )

@@ -1,7 +1,7 @@
 """``deepinfer eplb-plan STATS``: plan expert placement from routing statistics of any engine, offline.
 
-Reads statistics, prints a report, writes the plan beside the input and, on request, in peers' formats. ``--bench RECIPE`` measures the
-planner against the peers that are installed.
+Reads statistics, prints a report, writes the plan beside the input and, on request, in peers' formats. ``--bench
+RECIPE`` measures the planner against the peers that are installed.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def command(
         Path | None, typer.Option(help="Plan that runs now; moves away from it cost.", rich_help_panel=PLANNING)
     ] = None,
     move_price: Annotated[
-        float, typer.Option(help="Price of a received expert, in mean rank costs.", rich_help_panel=PLANNING)
-    ] = 0.25,
+        float, typer.Option(help="Price of a received expert, in average rank costs.", rich_help_panel=PLANNING)
+    ] = 0.1,
     max_moves: Annotated[
         int | None, typer.Option(help="Most experts received per layer.", rich_help_panel=PLANNING)
     ] = None,
@@ -132,8 +132,8 @@ def command(
 ) -> None:
     """Plan where experts live from routing statistics.
 
-    STATS alone is enough when it is a deepinfer statistics file. The plan is written beside it as NAME.plan.json; when moving
-    does not pay, that is the old plan.
+    STATS alone is enough when it is a deepinfer statistics file. The plan is written beside it as NAME.plan.json; when
+    moving does not pay, that is the old plan.
     """  # fmt: skip
     from deepinfer_engine.errors import UsageError
 
@@ -170,7 +170,8 @@ def command(
     target = out or stats.with_name(
         f"{stats.name.removesuffix(stats.suffix) if stats.is_file() else stats.name}.plan.json"
     )
-    _refuse_overwrite(target, stats, old, recorded_under)
+    for path in (target, *(path for _, path in exports), *filter(None, (plot,))):
+        _refuse_overwrite(path, stats, old, recorded_under)
     write_plan(outcome.plan, target)
     written = [f"plan: {target}"]
     for kind, path in exports:
@@ -247,7 +248,9 @@ def _refuse_overwrite(target: Path, *inputs: Path | None) -> None:
     from deepinfer_engine.errors import UsageError
 
     if any(p is not None and p.exists() and target.exists() and p.samefile(target) for p in inputs):
-        raise UsageError(f"--out {target} is one of the inputs", hint="give another --out")
+        raise UsageError(
+            f"{target} would be written, but is one of the inputs", hint="give another --out, --export or --plot"
+        )
 
 
 def _exported(plan: ExpertPlan, kind: str, path: Path) -> list[str]:
@@ -271,10 +274,18 @@ def _print(outcome: Outcome, job: Job, notes: list[str], written: list[str], for
 def _bench(recipe: Path, threads: int, loop: Loop, cache_dir: Path | None, format_: Format, out: Path | None) -> None:
     import json
 
-    from deepinfer_engine.eplb import bench
+    from deepinfer_engine.eplb import bench, replan
 
     loops, why = choose_loops(loop, cache_dir)
-    result = bench.run_bench(bench.read_recipe(recipe), loops, threads, log=lambda text: typer.echo(text, err=True))
+    wanted = bench.read_recipe(recipe)
+
+    def log(text: str) -> None:
+        typer.echo(text, err=True)
+
+    if wanted.replans:
+        result = replan.run_replan(wanted, wanted.replans, loops, threads, log)
+    else:
+        result = bench.run_bench(wanted, loops, threads, log)
     values = result.to_dict()
     if out is not None:
         from deepinfer_engine.eplb.plan import write_text
@@ -283,6 +294,9 @@ def _bench(recipe: Path, threads: int, loop: Loop, cache_dir: Path | None, forma
     if format_ is Format.json:
         typer.echo(json.dumps(values, allow_nan=False))
         return
-    from deepinfer_cli.commands.eplb_tables import print_bench
+    from deepinfer_cli.commands.eplb_tables import print_bench, print_replan
 
-    print_bench(result, why)
+    if isinstance(result, bench.BenchResult):
+        print_bench(result, why)
+    else:
+        print_replan(result, why)

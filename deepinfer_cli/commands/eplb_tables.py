@@ -10,6 +10,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from deepinfer_engine.eplb.bench import BenchResult
     from deepinfer_engine.eplb.planner import Job, Outcome
+    from deepinfer_engine.eplb.replan import ReplanResult
     from deepinfer_engine.eplb.report import PlanReport
 
 #: Wide enough for every column when output is not a terminal.
@@ -53,7 +54,8 @@ def print_report(outcome: Outcome, job: Job, notes: list[str], written: list[str
     against = "the old plan" if job.old is not None else "the identity layout"
     console.print(
         f"moves from {against}: {m['total']} experts ({m['mean_per_layer']:.1f} of {m['slots_per_layer']} per layer), "
-        f"{m['bytes'] / 2**30:.2f} GiB; busiest rank {m['max_rank']} experts, {m['max_rank_bytes'] / 2**30:.2f} GiB, {m['transfer_s']:.2f} s",
+        f"{m['bytes'] / 2**30:.2f} GiB; busiest rank {m['max_rank']} experts, "
+        f"{m['max_rank_bytes'] / 2**30:.2f} GiB, {m['transfer_s']:.2f} s",
         soft_wrap=True,
     )
     console.print(f"replicas that share a rank: {report.colocations}")
@@ -91,9 +93,16 @@ def _layers(report: PlanReport, job: Job) -> Table:
         excess = None if best is None or row.floor is None else best - row.floor
         name = f"{row.layer_id} {row.kind}".strip() + ("" if row.signal else "  no signal")
         table.add_row(
-            name, _num(row.before), _num(row.train), _num(row.holdout), _num(row.floor), _num(excess), str(row.hottest_copies),
-            str(row.moves), row.start,
-        )  # fmt: skip
+            name,
+            _num(row.before),
+            _num(row.train),
+            _num(row.holdout),
+            _num(row.floor),
+            _num(excess),
+            str(row.hottest_copies),
+            str(row.moves),
+            row.start,
+        )
     return table
 
 
@@ -138,7 +147,22 @@ def print_bench(result: BenchResult, notes: list[str]) -> None:
         )
     console.print(table)
     console.print(
-        f"moe_lb_step, mean of seeds {list(result.seeds)}; noise floor {_num(result.floor)}; vs totals = excess ÷ that of longest-first"
+        f"moe_lb_step, mean of seeds {list(result.seeds)}; noise floor {_num(result.floor)}; "
+        "vs totals = excess ÷ that of longest-first"
     )
     for note in (*result.notes, *notes):
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+
+
+def print_replan(result: ReplanResult, notes: list[str]) -> None:
+    """One row per strategy: what it moves at each re-plan and how it does until the next."""
+    console = _console()
+    table = _table(
+        f"{result.recipe}: {result.shape}", "strategy", "moves per layer", "of the slots", "moe_lb_step, next window"
+    )
+    for row in result.rows:
+        table.add_row(row.strategy, f"{row.moves:.1f}", f"{row.share:.1%}", _num(row.next))
+    console.print(table)
+    console.print(f"mean of {result.replans} re-plans on seeds {list(result.seeds)}")
+    for note in notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)

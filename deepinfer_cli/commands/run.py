@@ -153,18 +153,20 @@ def command(
 
 
 def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> GrammarSpec | None:
-    """What the answers are restricted to, from at most one of the three options."""
+    """What the answers are restricted to, from at most one of the three options; checked before loading."""
+    if json_schema is None and regex is None and ebnf is None:
+        return None
     from deepinfer_engine.config.strict_json import read_json
+    from deepinfer_engine.sample.grammar import checked_grammar, require_library
     from deepinfer_engine.types import GrammarSpec
 
     given = [name for name, v in (("json-schema", json_schema), ("regex", regex), ("ebnf", ebnf)) if v is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other")
+    require_library()
     if json_schema is not None:
-        return GrammarSpec("json_schema", json.dumps(read_json(json_schema), ensure_ascii=False))
-    if regex is not None:
-        return GrammarSpec("regex", regex)
-    return GrammarSpec("ebnf", _read(str(ebnf))) if ebnf is not None else None
+        return checked_grammar(GrammarSpec("json_schema", json.dumps(read_json(json_schema), ensure_ascii=False)))
+    return checked_grammar(GrammarSpec("regex", regex) if regex is not None else GrammarSpec("ebnf", _read(str(ebnf))))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from deepinfer_engine.cache.layout import KVLayout
@@ -25,7 +26,8 @@ from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
 from deepinfer_engine.runtime.runner import Flight, Runner
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
-from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed
+from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checked_grammar, require_library, vocabulary
+from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed, token_bits
 from deepinfer_engine.sched.scheduler import Drawn, Limits, Scheduler
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, TokenLogprob, Usage
@@ -35,6 +37,8 @@ from deepinfer_kernels.registry import KernelError, Ops, resolve
 
 #: steps whose host times are kept
 _KEPT_STEPS = 4096
+#: seconds a step waits for a grammar when nothing else can run
+_COMPILE_WAIT_S = 0.05
 
 
 @dataclass
@@ -78,6 +82,10 @@ class Engine:
         self._started: dict[int, float] = {}
         self._live: dict[str, set[int]] = {}
         self._flight: Flight | None = None
+        self._grammars: GrammarService | None = None
+        self._compiling: dict[int, Sequence] = {}
+        # inside the reasoning a constrained answer may not end: it would have no constrained part
+        self._thoughts = token_bits(self.config.vocab_size, None, (self.config.eos_token_id,))
 
     @classmethod
     def open(
@@ -136,6 +144,12 @@ class Engine:
             raise UsageError(f"request id {request.id!r} is already in flight")
         _check_ids(request, self.config)
         sampling = request.sampling
+        grammar = None
+        if request.grammar is not None:
+            if sampling.ignore_eos:
+                raise UsageError(f"request {request.id!r}: ignore_eos and a grammar exclude each other")
+            require_library()
+            grammar = checked_grammar(request.grammar)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         choices = [
             Sequence(
@@ -149,7 +163,12 @@ class Engine:
         ]
         now = time.perf_counter()
         for seq in choices:
-            self.scheduler.submit(seq)
+            uid = self.scheduler.reserve(seq)
+            if grammar is None:
+                self.scheduler.submit(seq)
+            else:
+                self._compiling[uid] = seq
+                self._grammar_service().request(uid, grammar)
             self._tracks[seq.uid] = AnswerTrack(seq, self.tokenizer, self._marks)
             self._started[seq.uid] = now
         self._live[request.id] = {seq.uid for seq in choices}
@@ -157,13 +176,21 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request is queued or running, or a step in flight."""
-        return self.scheduler.busy or self._flight is not None
+        return self.scheduler.busy or self._flight is not None or bool(self._compiling)
 
     def abort(self, request_id: str) -> list[Completion]:
         """End a request in any state; its completions carry what was generated. Empty when it is not in flight."""
         now = time.perf_counter()
-        ended = [self.scheduler.abort(uid) for uid in sorted(self._live.get(request_id, ()))]
-        return [self._complete(seq, now) for seq in ended if seq is not None]
+        ended = []
+        for uid in sorted(self._live.get(request_id, ())):
+            seq = self._compiling.pop(uid, None)
+            if seq is not None:
+                seq.state, seq.finish_reason = "finished", "abort"
+            else:
+                seq = self.scheduler.abort(uid)
+            assert seq is not None
+            ended.append(seq)
+        return [self._complete(seq, now) for seq in ended]
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Run requests to their end; completions in order of requests, then choices."""
@@ -182,6 +209,9 @@ class Engine:
             flight, self._flight = self._flight, None
             self.runner.collect(flight)
         self.runner.lane.close()
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
         self.scheduler.reuse.close()
 
     def __enter__(self) -> Engine:
@@ -197,10 +227,10 @@ class Engine:
 
         With overlap the results are those of the step launched by the call before.
         """
+        events: list[TokenEvent | Completion] = self._take_compiled() if self._compiling else []
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self.times.schedule_ms.append((time.perf_counter() - began) * 1000)
-        events: list[TokenEvent | Completion] = []
         flight = None
         if not plan.rows and self._flight is None:
             self.scheduler.reuse.wait()
@@ -210,7 +240,7 @@ class Engine:
             events += self._collect(self._flight)
             self._flight = None
         if flight is not None:
-            self.runner.sample(flight, self.scheduler.running, {})
+            self.runner.sample(flight, self.scheduler.running, self._masks(flight))
             if self.overlap:
                 self._flight = flight
             else:
@@ -221,6 +251,47 @@ class Engine:
         """Events of ``step`` until nothing is in flight."""
         while self.busy:
             yield from self.step()
+
+    # ------------------------------------------------------------- grammars
+
+    def _grammar_service(self) -> GrammarService:
+        if self._grammars is None:
+            settings = self.profile.grammar
+            self._grammars = GrammarService(
+                vocabulary(self.tokenizer, self.config.vocab_size, self.config.eos_token_id),
+                workers=settings.workers,
+                timeout_s=float(settings.timeout_s),
+                cache_bytes=settings.cache_mib << 20,
+            )
+        return self._grammars
+
+    def _take_compiled(self) -> list[TokenEvent | Completion]:
+        """Queue the choices whose grammar is there; completions of those whose grammar cannot be compiled."""
+        assert self._grammars is not None
+        idle = not self.scheduler.busy and self._flight is None
+        events: list[TokenEvent | Completion] = []
+        for outcome in self._grammars.poll(_COMPILE_WAIT_S if idle else 0.0):
+            seq = self._compiling.pop(outcome.ticket, None)
+            if seq is None:
+                continue  # aborted meanwhile
+            if outcome.error is None:
+                words = -(-self.config.vocab_size // 32)
+                self._tracks[seq.uid].grammar = GrammarState(outcome.grammar, words, opened=outcome.opened)
+                self.scheduler.submit(seq)
+            else:
+                seq.state, seq.finish_reason, seq.error = "finished", "error", "grammar"
+                events.append(self._complete(seq, time.perf_counter(), detail=outcome.error))
+        return events
+
+    def _masks(self, flight: Flight) -> dict[int, np.ndarray]:
+        """Masks of the constrained rows that are about to be drawn."""
+        masks = {}
+        for uid in flight.sampled:
+            if uid in self.scheduler.running and (words := self._tracks[uid].mask(self._thoughts)) is not None:
+                masks[uid] = words
+        return masks
+
+    # ------------------------------------------------------------- results
 
     def _collect(self, flight: Flight) -> list[TokenEvent | Completion]:
         out = self.runner.collect(flight)
@@ -259,7 +330,7 @@ class Engine:
             return events
         return [*events, *track.finish(), self._complete(seq, now)]
 
-    def _complete(self, seq: Sequence, now: float) -> Completion:
+    def _complete(self, seq: Sequence, now: float, *, detail: str = "") -> Completion:
         assert seq.finish_reason is not None
         request = seq.request
         live = self._live[request.id]
@@ -288,6 +359,7 @@ class Engine:
             tail=track.tail,
             stop_reason=track.cut.stop if track.cut is not None else track.stop_token,
             error=seq.error,
+            error_detail=detail,
             logprobs=tuple(track.logprobs) if request.sampling.logprobs else None,
         )
 
@@ -320,7 +392,9 @@ def _resolve_ops(profile: Profile) -> Ops:
             profile.numerics.mode,
             profile.hardware.platform,
             backends,
+            backend=profile.kernels.backend,
             batch_invariant=profile.numerics.batch_invariant,
+            cache=None if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir),
         )
     except KernelError as exc:
         if profile.numerics.batch_invariant:

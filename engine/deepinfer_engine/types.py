@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deepinfer_engine.cache.replay import ReplaySpan
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "tools"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "tools", "tools_required"]
 
 #: most alternatives reported per token, as in the chat-completions interface
 MAX_TOP_LOGPROBS = 20
@@ -217,14 +217,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     first_token_s: float | None = None
+    max_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_len = self.num_prompt + self.request.sampling.max_tokens
 
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def max_len(self) -> int:
-        return self.num_prompt + self.request.sampling.max_tokens
 
 
 class PlannedRow(NamedTuple):

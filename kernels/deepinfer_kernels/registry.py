@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from deepinfer_kernels import invariant
+from deepinfer_kernels.cpu.families import FAMILIES as COMPILED
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import (
     attention,
@@ -54,6 +56,11 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     table["moe_experts"].insert(
         0, Implementation("moe_experts", "torch", _EVERYWHERE, frozenset({"fast"}), moe.moe_experts_grouped)
     )
+    for family in COMPILED.values():  # first: the fastest where it is built
+        for name, fn in family.operations.items():
+            missing = family.library.missing
+            compiled = Implementation(name, "cpu", frozenset({"cpu"}), frozenset({"fast"}), fn, missing, True)
+            table[name].insert(0, compiled)
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
         numerics = frozenset({"float", "fast"})
         table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
@@ -87,28 +94,30 @@ class Ops:
 
 
 def resolve(
-    mode: str, platform: str, backends: Mapping[str, str] | None = None, *, batch_invariant: bool = False
+    mode: str,
+    platform: str,
+    backends: Mapping[str, str] | None = None,
+    *,
+    backend: str = "auto",
+    batch_invariant: bool = False,
+    cache: Path | None = None,
 ) -> Ops:
     """Choose an implementation of every operation for one numerics mode and platform.
 
-    ``backends`` forces op → backend. ``batch_invariant`` admits only implementations that are. Raises
-    ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
+    ``backend`` other than auto is forced on every operation that has one of that name, ``backends`` (op → backend)
+    wins over it and auto there lifts it. ``batch_invariant`` admits only implementations that are. ``cache`` is the
+    folder of compiled kernels. Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
     """
-    forced = dict(backends or {})
-    unknown = set(forced) - set(OPS)
+    named = dict(backends or {})
+    unknown = set(named) - set(OPS)
     if unknown:
         raise KeyError(f"unknown operations {sorted(unknown)}; known: {', '.join(sorted(OPS))}")
     chosen = {}
     for name in OPS:
-        candidates = IMPLEMENTATIONS[name]
-        if name in forced:
-            candidates = tuple(i for i in candidates if i.backend == forced[name])
-            if not candidates:
-                have = ", ".join(i.backend for i in IMPLEMENTATIONS[name])
-                raise KernelError(name, (f"no backend {forced[name]!r}, there are: {have}",))
+        candidates = _candidates(name, named.get(name), backend)
         reasons = []
         for implementation in candidates:
-            reason = why_not(implementation, mode, platform, batch_invariant=batch_invariant)
+            reason = why_not(implementation, mode, platform, batch_invariant=batch_invariant, cache=cache)
             if reason is None:
                 chosen[name] = implementation
                 break
@@ -118,7 +127,25 @@ def resolve(
     return Ops(NUMERICS[mode], platform, chosen)
 
 
-def why_not(implementation: Implementation, mode: str, platform: str, *, batch_invariant: bool = False) -> str | None:
+def _candidates(name: str, wanted: str | None, backend: str) -> tuple[Implementation, ...]:
+    """Implementations of one operation in order of preference: all, or those of the backend it is held to."""
+    every = IMPLEMENTATIONS[name]
+    if wanted == "auto" or (wanted is None and backend == "auto"):
+        return every
+    held = tuple(i for i in every if i.backend == (wanted or backend))
+    if wanted is not None and not held:
+        raise KernelError(name, (f"no backend {wanted!r}, there are: {', '.join(i.backend for i in every)}",))
+    return held or every
+
+
+def why_not(
+    implementation: Implementation,
+    mode: str,
+    platform: str,
+    *,
+    batch_invariant: bool = False,
+    cache: Path | None = None,
+) -> str | None:
     """The reason an implementation cannot serve, in one sentence; None when it can."""
     if batch_invariant and not implementation.batch_invariant:
         return "its result may depend on the batch"
@@ -126,4 +153,4 @@ def why_not(implementation: Implementation, mode: str, platform: str, *, batch_i
         return f"runs on {', '.join(sorted(implementation.platforms))}, not on {platform}"
     if mode not in implementation.numerics:
         return f"honours {', '.join(sorted(implementation.numerics))} numerics, not {mode}"
-    return implementation.missing()
+    return implementation.missing(cache)

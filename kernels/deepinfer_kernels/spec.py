@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 #: named sizes of one call, e.g. {"T": 4, "H": 192}
@@ -46,7 +47,8 @@ class Implementation:
     """One way to compute an operation.
 
     ``backend`` names the source (reference, torch, cpp, triton, …), ``platforms`` where it runs, ``numerics`` the
-    modes it honours. ``missing`` says in one sentence what is absent on this machine, or None when it can run.
+    modes it honours. ``missing``, given the kernel cache (None: the user's), says in one sentence what is absent on
+    this machine, or None when it can run.
     ``batch_invariant``: an output row has the same bits whatever else is in the call.
     """
 
@@ -55,5 +57,5 @@ class Implementation:
     platforms: frozenset[str]
     numerics: frozenset[str]
     fn: Callable[..., Any]
-    missing: Callable[[], str | None] = field(default=lambda: None)
+    missing: Callable[[Path | None], str | None] = field(default=lambda cache: None)
     batch_invariant: bool = False

@@ -52,7 +52,9 @@ def test_dispatch_experts_combine_equal_the_token_by_token_oracle(tokens):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS["moe_experts"], ids=lambda i: i.backend)
 @pytest.mark.parametrize("counts", [[3, 0, 0, 5], [0, 0, 0, 1], [16, 1, 1, 2]])
-def test_every_implementation_of_the_experts_agrees_with_the_reference(implementation, counts):
+def test_every_implementation_of_the_experts_agrees_with_the_reference(implementation, counts, request):
+    if implementation.backend == "cpu":  # skips where there is no compiler
+        assert implementation.missing(request.getfixturevalue("kernel_cache")) is None
     mode = "fast" if "fast" in implementation.numerics else "reference"
     ops, b = resolve(mode, "cpu"), bank(mode, 4, 64, 32)
     torch.manual_seed(7)

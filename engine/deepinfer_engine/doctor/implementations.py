@@ -14,6 +14,8 @@ from deepinfer_engine.doctor.system import System
 if TYPE_CHECKING:
     from deepinfer_engine.config.schema import Profile
 
+#: The command that compiles what is missing; a reason without it is a damaged library's.
+_BUILD = "deepinfer build-kernels --target cpu"
 #: Compiled kernels of all shapes of one profile stay below this.
 _CACHE_BYTES = 2 * 2**30
 
@@ -24,9 +26,11 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
 
     mode = profile.numerics.mode if profile is not None else "fast"
     forced = dict(profile.kernels.overrides) if profile is not None else {}
-    asked = {op: backend for op, backend in forced.items() if backend != "auto"}
+    backend = profile.kernels.backend if profile is not None else "auto"
+    invariant = profile.numerics.batch_invariant if profile is not None else False
+    cache = _named_cache(profile)
     try:
-        chosen = resolve(mode, platform, asked).chosen
+        chosen = resolve(mode, platform, forced, backend=backend, batch_invariant=invariant, cache=cache).chosen
     except KernelError as exc:
         fix = "use the platform the kernels are for, or drop the override of that operation"
         return [failed("operations", str(exc), fix)]
@@ -37,13 +41,39 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
         by_backend[implementation.backend].append(op)
     counts = ", ".join(f"{len(ops)} {backend}" for backend, ops in sorted(by_backend.items()))
     lines = [f"{backend}: {', '.join(ops)}" for backend, ops in sorted(by_backend.items())]
+    passed_over: dict[tuple[str, str], list[str]] = defaultdict(list)
     for op, implementation in chosen.items():
         for candidate in IMPLEMENTATIONS[op]:
             if candidate is implementation:
                 break
-            if op not in asked:
-                lines.append(f"{op}: not {candidate.backend}, {why_not(candidate, mode, platform)}")
+            reason = why_not(candidate, mode, platform, batch_invariant=invariant, cache=cache)
+            if reason is not None:
+                passed_over[candidate.backend, reason].append(op)
+    lines += [f"not {backend} ({reason}): {', '.join(ops)}" for (backend, reason), ops in passed_over.items()]
     return [passed("operations", f"{len(chosen)} on {platform} in {mode} numerics: {counts}", lines)]
+
+
+def check_compiled(profile: Profile | None, platform: str) -> Sequence[Finding]:
+    """Which libraries of compiled CPU operations are built for this machine; nothing where they do not run."""
+    from deepinfer_kernels.cpu.families import FAMILIES
+
+    if platform != "cpu":
+        return []
+    reasons = {name: family.library.missing(_named_cache(profile)) for name, family in FAMILIES.items()}
+    absent = {name: reason for name, reason in reasons.items() if reason is not None}
+    count = sum(len(FAMILIES[name].operations) for name in absent)
+    if not absent:
+        total = sum(len(family.operations) for family in FAMILIES.values())
+        return [passed("compiled kernels", f"{total} operations in {len(FAMILIES)} libraries, used in fast numerics")]
+    lines = [f"{name}: {reason}" for name, reason in absent.items() if _BUILD not in reason]
+    found = f"{count} operations run their torch form, several times slower in decoding"
+    return [warned("compiled kernels", found, _BUILD, lines)]
+
+
+def _named_cache(profile: Profile | None) -> Path | None:
+    """The kernel cache a profile names, None for the user's."""
+    named = profile.kernels.cache_dir if profile is not None else None
+    return None if named is None else Path(named)
 
 
 def cache_folder(system: System, profile: Profile | None) -> Path:

@@ -1,9 +1,9 @@
 """Reference planners to compare with, written from their published descriptions.
 
-* ``totals_rule``: replicas by total ÷ copies and longest-first placement. What DeepSeek EPLB (global), vLLM and TensorRT-LLM do, apart
-  from ties and from our refusal to put an expert twice on a rank.
-* ``peak_rule``: replicas where they lower the sum over steps of the largest load per copy; then each replica, heaviest first, to the rank
-  that adds least to Σ_steps max_rank. The rule of the upstream engine's planner.
+* ``totals_rule``: replicas by total ÷ copies and longest-first placement. What DeepSeek EPLB (global), vLLM and
+  TensorRT-LLM do, apart from ties and from our refusal to put an expert twice on a rank.
+* ``peak_rule``: replicas where they lower the sum over steps of the largest load per copy; then each replica, heaviest
+  first, to the rank that adds least to Σ_steps max_rank. The rule of the upstream engine's planner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare planners on a recipe: traces, one window to plan on, the next to judge on, for every planner that is here.
 
-A recipe (``recipes/eplb/*.yaml``) names a workload (``trace``: fields of ``traces.TraceSpec``; or ``routing``: recorded token routing files
-beside the recipe), the slots per rank, the window lengths and the seeds.
+A recipe (``recipes/eplb/*.yaml``) names a workload (``trace``: fields of ``traces.TraceSpec``; or ``routing``: recorded
+token routing files beside the recipe), the slots per rank, the window lengths and the seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
 
 @dataclass(frozen=True)
 class Recipe:
-    """One comparison. ``trace`` or ``routing`` is set, not both."""
+    """One comparison. ``trace`` or ``routing`` is set, not both. With ``replans``, re-planning is compared instead."""
 
     name: str
     slots_per_rank: int
@@ -35,6 +35,7 @@ class Recipe:
     seeds: tuple[int, ...]
     trace: traces.TraceSpec | None = None
     routing: traces.RoutingSpec | None = None
+    replans: int = 0
     folder: Path = Path()
 
     @property
@@ -75,7 +76,7 @@ class BenchResult:
         return asdict(self)
 
 
-_TOP = ("name", "slots_per_rank", "train_steps", "next_steps", "seeds", "trace", "routing")
+_TOP = ("name", "slots_per_rank", "train_steps", "next_steps", "seeds", "replans", "trace", "routing")
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -93,8 +94,8 @@ def read_recipe(path: Path) -> Recipe:
         if key not in values:
             raise UsageError(f"{path}: {key} is missing")
     for key in ("slots_per_rank", "train_steps", "next_steps"):
-        if not isinstance(values[key], int) or isinstance(values[key], bool) or values[key] < 1:
-            raise UsageError(f"{path}: {key} is {values[key]!r}, expected an integer of 1 or more")
+        _positive(values[key], f"{path}: {key}")
+    _positive(values.get("replans", 1), f"{path}: replans")
     seeds = values["seeds"]
     if not isinstance(seeds, list) or not seeds or not all(isinstance(s, int) and s >= 0 for s in seeds):
         raise UsageError(f"{path}: seeds is {seeds!r}, expected a list of integers of 0 or more")
@@ -103,8 +104,21 @@ def read_recipe(path: Path) -> Recipe:
     trace = _spec(traces.TraceSpec, values["trace"], f"{path}: trace") if "trace" in values else None
     routing = _spec(traces.RoutingSpec, values["routing"], f"{path}: routing") if "routing" in values else None
     return Recipe(
-        str(values["name"]), values["slots_per_rank"], values["train_steps"], values["next_steps"], tuple(seeds), trace, routing, path.parent
+        name=str(values["name"]),
+        slots_per_rank=values["slots_per_rank"],
+        train_steps=values["train_steps"],
+        next_steps=values["next_steps"],
+        seeds=tuple(seeds),
+        trace=trace,
+        routing=routing,
+        replans=values.get("replans", 0),
+        folder=path.parent,
     )
+
+
+def _positive(value: Any, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{where} is {value!r}, expected an integer of 1 or more")
 
 
 def _known(values: dict[Any, Any], names: tuple[str, ...], where: str) -> None:
@@ -130,7 +144,8 @@ def _spec(kind: type, values: Any, where: str) -> Any:
 
 
 def windows(recipe: Recipe, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(planning window, next window) of one seed: consecutive steps of a trace, or disjoint sequences of recorded routing."""
+    """(planning window, next window) of one seed: consecutive steps of a trace, or disjoint sequences of recorded
+    routing."""
     if recipe.trace is not None:
         counts = traces.synthetic(recipe.trace, recipe.train_steps + recipe.next_steps, seed)
         return counts[: recipe.train_steps], counts[recipe.train_steps :]
@@ -139,7 +154,9 @@ def windows(recipe: Recipe, seed: int) -> tuple[np.ndarray, np.ndarray]:
     for name in recipe.routing.files:
         path = recipe.folder / name
         if not path.exists():
-            raise NotReadyError(f"{recipe.name} needs {name} beside the recipe", hint="top-k ids per token, see recipes/eplb/README.md")
+            raise NotReadyError(
+                f"{recipe.name} needs {name} beside the recipe", hint="top-k ids per token, see recipes/eplb/README.md"
+            )
         sequences += traces.read_routing(path)
     return traces.rebatched(recipe.routing, sequences, recipe.train_steps, recipe.next_steps, seed)
 
@@ -147,7 +164,9 @@ def windows(recipe: Recipe, seed: int) -> tuple[np.ndarray, np.ndarray]:
 Planner = Callable[[np.ndarray], np.ndarray]
 
 
-def planners(recipe: Recipe, loops: Loops, threads: int, experts: int) -> tuple[list[tuple[str, str, Planner]], list[str]]:
+def planners(
+    recipe: Recipe, loops: Loops, threads: int, experts: int
+) -> tuple[list[tuple[str, str, Planner]], list[str]]:
     """(name, origin, planner) of everything to compare, ours last; notes on peers that are absent."""
     ranks, slots = recipe.ranks, recipe.slots_per_rank
     topology = Topology(ranks, slots)
@@ -174,15 +193,21 @@ def _bound(peer: peers.Peer, ranks: int, slots: int) -> Planner:
     return lambda counts: peer.plan(counts, ranks, slots)
 
 
-def run_bench(recipe: Recipe, loops: Loops, threads: int = 1, log: Callable[[str], None] = lambda text: None) -> BenchResult:
-    """Plan with everything on every seed and average. CPU seconds are process time of the planner alone, best of the seeds."""
+def run_bench(
+    recipe: Recipe, loops: Loops, threads: int = 1, log: Callable[[str], None] = lambda text: None
+) -> BenchResult:
+    """Plan with everything on every seed and average. CPU seconds are process time of the planner alone, best of
+    the seeds."""
     totals: dict[str, list[tuple[float, ...]]] = {}
     origins: dict[str, str] = {}
     floors, notes, shape = [], [], ""
     for seed in recipe.seeds:
         train, after = windows(recipe, seed)
         experts = train.shape[2]
-        shape = f"{train.shape[1]} layers x {experts} experts, {recipe.ranks} ranks x {recipe.slots_per_rank} slots, {train.shape[0]} steps"
+        shape = (
+            f"{train.shape[1]} layers x {experts} experts, {recipe.ranks} ranks x {recipe.slots_per_rank} slots, "
+            f"{train.shape[0]} steps"
+        )
         todo, notes = planners(recipe, loops, threads, experts)
         for name, origin, plan in todo:
             started = time.process_time()
@@ -200,7 +225,18 @@ def run_bench(recipe: Recipe, loops: Loops, threads: int = 1, log: Callable[[str
         train_lb, next_lb, lb, p99, _, wasted, _ = np.mean(values, axis=0).tolist()
         excess = next_lb - floor
         rows.append(
-            BenchRow(name, origins[name], train_lb, next_lb, lb, p99, excess, excess / base if base > 0 else None, wasted, min(v[6] for v in values))
+            BenchRow(
+                name,
+                origins[name],
+                train_lb,
+                next_lb,
+                lb,
+                p99,
+                excess,
+                excess / base if base > 0 else None,
+                wasted,
+                min(v[6] for v in values),
+            )
         )
     return BenchResult(recipe.name, shape, recipe.seeds, floor, tuple(rows), tuple(notes))
 

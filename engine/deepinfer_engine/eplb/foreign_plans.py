@@ -2,12 +2,13 @@
 
 All share one convention: rank r owns slots r·S … r·S + S − 1.
 
-| kind | file | traps |
-| --- | --- | --- |
-| sglang | JSON ``{"physical_to_logical_map": [[…], …]}`` | exactly one key; a row for every hidden layer, dense ones too |
-| trtllm | YAML ``num_slots``, ``initial_global_assignments: {layer: […]}``, ``layer_updates_per_iter`` | layers by model number |
-| ascend | JSON ``moe_layer_count``, ``layer_list`` of ``device_list`` of ``device_expert`` | layers numbered over MoE layers |
-| npz | arrays ``physical_to_logical`` [L, P], ``logical_to_physical`` [L, E, X] padded with -1, ``copies`` [L, E] | -1 for slots of dead ranks |
+* ``sglang``: JSON ``{"physical_to_logical_map": [[…], …]}``, exactly one key, a row for every hidden layer, dense ones
+  too
+* ``trtllm``: YAML ``num_slots``, ``initial_global_assignments: {layer: […]}``, ``layer_updates_per_iter``; model layer
+  numbers
+* ``ascend``: JSON ``moe_layer_count``, ``layer_list`` of ``device_list`` of ``device_expert``; numbered over MoE layers
+* ``npz``: ``physical_to_logical`` [L, P], ``logical_to_physical`` [L, E, X], ``copies`` [L, E]; -1 pads and marks the
+  slots of dead ranks
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def export_plan(plan: ExpertPlan, kind: str, path: Path) -> tuple[str, ...]:
         raise UsageError(f"export kind {kind!r}, expected one of {', '.join(EXPORTS)}")
     if plan.dead_ranks and kind != "npz":
         raise UsageError(
-            f"{kind} files cannot say that ranks {list(plan.dead_ranks)} are dead", hint="export npz, or plan for the ranks that are left"
+            f"{kind} files cannot say that ranks {list(plan.dead_ranks)} are dead",
+            hint="export npz, or plan for the ranks that are left",
         )
     flat = plan.slot_expert_LRS.reshape(plan.layers, -1)
     if kind == "npz":
@@ -106,8 +108,8 @@ def npz_arrays(plan: ExpertPlan) -> dict[str, Any]:
 def read_any_plan(path: Path, ranks: int | None = None, experts: int | None = None) -> ExpertPlan:
     """A plan in our form or a peer's, told apart by content.
 
-    ``ranks`` is needed for forms that only list slots (sglang, trtllm); ``experts`` defaults to the highest expert + 1. Raises
-    ArtefactError for anything that is not a plan, UsageError when ``ranks`` is missing.
+    ``ranks`` is needed for forms that only list slots (sglang, trtllm); ``experts`` defaults to the highest expert + 1.
+    Raises ArtefactError for anything that is not a plan, UsageError when ``ranks`` is missing.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist")
@@ -126,17 +128,23 @@ def read_any_plan(path: Path, ranks: int | None = None, experts: int | None = No
     return plan_from_dict(value, str(path))
 
 
-def _from_flat(flat_LP: np.ndarray, ids: tuple[int, ...], ranks: int | None, experts: int | None, path: Path, name: str) -> ExpertPlan:
+def _from_flat(
+    flat_LP: np.ndarray, ids: tuple[int, ...], ranks: int | None, experts: int | None, path: Path, name: str
+) -> ExpertPlan:
     if ranks is None:
         raise UsageError(f"{path} lists slots only", hint="give --ranks")
     if flat_LP.shape[1] % ranks:
         near = flat_LP.shape[1] // ranks * ranks or ranks
-        raise ArtefactError(f"{path}: {flat_LP.shape[1]} slots do not divide over {ranks} ranks", hint=f"nearest: {near} slots")
+        raise ArtefactError(
+            f"{path}: {flat_LP.shape[1]} slots do not divide over {ranks} ranks", hint=f"nearest: {near} slots"
+        )
     slots = flat_LP.reshape(len(flat_LP), ranks, -1)
     return _plan(slots, ids, int(flat_LP.max()) + 1 if experts is None else experts, name, path)
 
 
-def _plan(slots_LRS: np.ndarray, ids: tuple[int, ...], experts: int, name: str, path: Path, digests: Digests | None = None) -> ExpertPlan:
+def _plan(
+    slots_LRS: np.ndarray, ids: tuple[int, ...], experts: int, name: str, path: Path, digests: Digests | None = None
+) -> ExpertPlan:
     try:
         return ExpertPlan(0, experts, slots_LRS, ids, name, (None,) * len(ids), digests or Digests())
     except ArtefactError as e:

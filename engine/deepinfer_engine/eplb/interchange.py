@@ -1,15 +1,17 @@
 """Read token counts in the forms other engines write them, as ``ExpertStats``.
 
-| kind | file | content |
-| --- | --- | --- |
-| npz | ours, or any ``.npz`` with ``counts`` (and ``physical_to_logical`` when they are per physical slot) | [M, L, E] |
-| npy | one array | [M, L, E], or totals [L, E] |
-| sglang | ``.pt`` or ``.json`` of the expert-distribution recorder | ``logical_count`` [M, L, E] or [L, E]; ``records`` per forward pass and rank, physical, with ``last_physical_to_logical_map``; a folder of per-rank ``.pt`` |
-| deepseek | ``.pt`` with one tensor | totals [L, E] |
-| trtllm | folder with ``meta_info.json`` and ``rank<i>.safetensors`` | keys ``<iteration>_<layer>`` → [E], summed over ranks |
+* ``npz``: ours, or any ``.npz`` with ``counts`` (and ``physical_to_logical`` [L, P] when they are per physical slot)
+* ``npy``: one array, counts [M, L, E] or totals [L, E]
+* ``sglang``: ``.pt`` or ``.json`` of the expert-distribution recorder: ``logical_count`` [M, L, E] or [L, E]; or
+  ``records`` per forward pass and rank, physical, with ``last_physical_to_logical_map``; or a folder of such per-rank
+  ``.pt`` files
+* ``deepseek``: ``.pt`` with one tensor, totals [L, E]
+* ``trtllm``: folder with ``meta_info.json`` and ``rank<i>.safetensors``, keys ``<iteration>_<layer>`` holding [E],
+  summed over ranks
 
-Counts per physical slot are folded to experts with the map in the file or the plan they were recorded under. ``.pt`` files are read
-with weights-only loading. What a form cannot tell (step order, idle rows) is returned as notes for the report.
+Counts per physical slot are folded to experts with the map in the file or the plan they were recorded under. ``.pt``
+files are read with weights-only loading. What a form cannot tell (step order, idle rows) is returned as notes for the
+report.
 """
 
 from __future__ import annotations
@@ -52,15 +54,20 @@ def guess_kind(path: Path) -> str:
     by_suffix = {".npz": "npz", ".npy": "npy", ".json": "sglang", ".pt": "sglang", ".pth": "sglang"}
     kind = by_suffix.get(path.suffix.lower())
     if kind is None:
-        raise UsageError(f"{path}: cannot tell what a {path.suffix or 'nameless'} file is", hint=f"give --input {'|'.join(KINDS[1:])}")
+        raise UsageError(
+            f"{path}: cannot tell what a {path.suffix or 'nameless'} file is",
+            hint=f"give --input {'|'.join(KINDS[1:])}",
+        )
     return kind
 
 
-def read_statistics(path: Path, kind: str = "auto", recorded_under: ExpertPlan | None = None) -> tuple[ExpertStats, tuple[str, ...]]:
+def read_statistics(
+    path: Path, kind: str = "auto", recorded_under: ExpertPlan | None = None
+) -> tuple[ExpertStats, tuple[str, ...]]:
     """Statistics and notes from a file or folder of any supported kind.
 
-    ``recorded_under`` is the plan whose physical slots the counts are over; with it, the last axis must be its slots. Raises
-    ArtefactError for damaged content and UsageError for a kind or path that cannot be right.
+    ``recorded_under`` is the plan whose physical slots the counts are over; with it, the last axis must be its slots.
+    Raises ArtefactError for damaged content and UsageError for a kind or path that cannot be right.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist")
@@ -99,7 +106,12 @@ def _plain(raw: np.ndarray, under: ExpertPlan | None, path: Path, ordered: bool 
     counts = counts_from(raw, f"{path}: counts", ("step", "layer", "slot"))
     counts = folded(counts, _slot_map(None, under, path), f"{path}: counts", under.experts)
     return ExpertStats(
-        counts, under.layer_ids, ordered=ordered, ep=under.ranks, config_digest=under.digests.config, weights_digest=under.digests.weights
+        counts,
+        under.layer_ids,
+        ordered=ordered,
+        ep=under.ranks,
+        config_digest=under.digests.config,
+        weights_digest=under.digests.weights,
     )
 
 
@@ -123,11 +135,14 @@ def folded(counts_MLP: np.ndarray, map_LP: np.ndarray, where: str, experts: int 
     """
     if counts_MLP.shape[1:] != map_LP.shape:
         raise ArtefactError(
-            f"{where}: {list(counts_MLP.shape[1:])} layers x slots, the plan they were recorded under has {list(map_LP.shape)}"
+            f"{where}: {list(counts_MLP.shape[1:])} layers x slots, "
+            f"the plan they were recorded under has {list(map_LP.shape)}"
         )
     experts = int(map_LP.max()) + 1 if experts is None else experts
     if experts < 1 or map_LP.min() < -1 or map_LP.max() >= experts:
-        raise ArtefactError(f"{where}: slot map holds experts {map_LP.min()}..{map_LP.max()}, expected -1..{experts - 1}")
+        raise ArtefactError(
+            f"{where}: slot map holds experts {map_LP.min()}..{map_LP.max()}, expected -1..{experts - 1}"
+        )
     out = np.zeros((*counts_MLP.shape[:2], experts), np.int64)
     for k, row in enumerate(map_LP):
         stray = counts_MLP[:, k, row < 0].any(axis=0)
@@ -146,8 +161,8 @@ def folded(counts_MLP: np.ndarray, map_LP: np.ndarray, where: str, experts: int 
 
 #: What torch's loader raises on damaged streams.
 _TORCH_ERRORS = (
-    RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OverflowError, struct.error, ImportError,
-    zipfile.BadZipFile,
+    RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OverflowError, ImportError,
+    struct.error, zipfile.BadZipFile,
 )  # fmt: skip
 
 
@@ -161,7 +176,9 @@ def load_pt(path: Path) -> Any:
             with zipfile.ZipFile(path) as z:
                 size = max(size, sum(i.file_size for i in z.infolist()))
         if size > MAX_ARRAY_BYTES:
-            raise ArtefactError(f"{path}: {size} bytes, at most {MAX_ARRAY_BYTES} are read", hint="record a shorter window")
+            raise ArtefactError(
+                f"{path}: {size} bytes, at most {MAX_ARRAY_BYTES} are read", hint="record a shorter window"
+            )
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as e:
         raise ArtefactError(f"cannot read {path}: {e.strerror or e}") from e
@@ -170,7 +187,9 @@ def load_pt(path: Path) -> Any:
             f"{path}: holds Python objects (a pickle), which are never loaded", hint="save tensors only"
         ) from e
     except _TORCH_ERRORS as e:
-        raise ArtefactError(f"{path}: damaged or not a torch file: {(str(e) or type(e).__name__).splitlines()[0]}") from e
+        raise ArtefactError(
+            f"{path}: damaged or not a torch file: {(str(e) or type(e).__name__).splitlines()[0]}"
+        ) from e
 
 
 def array_of(value: Any, where: str) -> np.ndarray:
@@ -260,7 +279,9 @@ def _rank_files(paths: Sequence[Path], under: ExpertPlan | None) -> tuple[Expert
         one = value.get("last_physical_to_logical_map")
         if one is not None:
             now = array_of(one, f"{path}: map")
-            if "last_physical_to_logical_map" in merged and not np.array_equal(now, array_of(merged["last_physical_to_logical_map"], "map")):
+            if "last_physical_to_logical_map" in merged and not np.array_equal(
+                now, array_of(merged["last_physical_to_logical_map"], "map")
+            ):
                 raise ArtefactError(f"{path}: its slot map differs from the other ranks'")
             merged["last_physical_to_logical_map"] = one
     return _sglang_passes(merged, under, paths[0])

@@ -1,4 +1,5 @@
-"""Layouts that do not come from loads: identity, what survives of an old plan, slots kept in place, groups packed on nodes.
+"""Layouts that do not come from loads: identity, what survives of an old plan, slots kept in place, groups packed on
+nodes.
 
 ``held`` is an old plan as lists: for every rank the experts in its slots, in slot order, -1 for an empty slot.
 """
@@ -11,13 +12,15 @@ from deepinfer_engine.eplb.placement import LCM, replica_load, separated
 
 Held = list[list[int]]
 
-#: A replica moves from a cold to a hot expert only if the hot one's load per copy exceeds what the cold one's would become
+#: A replica moves from a cold to a hot expert only if the hot one's load per copy exceeds what the cold one's would
+#: become
 #: by more than a quarter: smaller differences are within a window's drift and not worth a transfer.
 RETUNE = (5, 4)
 
 
 def identity(experts: int, ranks: int, slots: int) -> np.ndarray:
-    """Experts in order over the ranks as evenly as possible; spare slots take other experts in turn, half the range away."""
+    """Experts in order over the ranks as evenly as possible; spare slots take other experts in turn, half the range
+    away."""
     slot_RS = np.full((ranks, slots), -1, np.int64)
     bounds = [r * experts // ranks for r in range(ranks + 1)]
     copies = [1] * experts
@@ -58,10 +61,10 @@ def complete(held: Held, experts: int, slots: int) -> bool:
 def inherited(held: Held, total_E: np.ndarray, slots: int, replicas: int, cap: int | None) -> np.ndarray:
     """A full assignment [R, S] that keeps as much of ``held`` as possible.
 
-    In order: duplicates within a rank and overfull rows are dropped (coldest first); experts nobody holds are placed, taking the
-    slots of the replicas that matter least if none is free; free slots get the copies that help most; replicas move from cold to
-    hot experts while that is worth it and ``cap`` received experts allow. All decisions on exact int64 loads, ties to the
-    lowest id.
+    In order: duplicates within a rank and overfull rows are dropped (coldest first); experts nobody holds are placed,
+    taking the slots of the replicas that matter least if none is free; free slots get the copies that help most;
+    replicas move from cold to hot experts while that is worth it and ``cap`` received experts allow. All decisions on
+    exact int64 loads, ties to the lowest id.
     """
     work = _Rows(held, total_E, slots, replicas)
     work.shrink()
@@ -108,7 +111,9 @@ class _Rows:
             while len(row) > self.slots:
                 self._drop(r, min(row, key=lambda e: (self.copies[e] == 1, self.weight[e], e)))
         for e, n in enumerate(list(self.copies)):
-            for r in sorted((r for r, row in enumerate(self.rows) if e in row), key=lambda r: (-self.rank_load(r), r))[: max(n - self.replicas, 0)]:
+            for r in sorted((r for r, row in enumerate(self.rows) if e in row), key=lambda r: (-self.rank_load(r), r))[
+                : max(n - self.replicas, 0)
+            ]:
                 self._drop(r, e)
 
     def _free(self) -> int:
@@ -122,7 +127,9 @@ class _Rows:
     def place_missing(self) -> None:
         missing = sorted((e for e, n in enumerate(self.copies) if n == 0), key=lambda e: (-self.weight[e], e))
         while self._free() < len(missing):
-            spare = min((e for e, n in enumerate(self.copies) if n > 1), key=lambda e: (self.load(e, self.copies[e] - 1), e))
+            spare = min(
+                (e for e, n in enumerate(self.copies) if n > 1), key=lambda e: (self.load(e, self.copies[e] - 1), e)
+            )
             holder = max((r for r, row in enumerate(self.rows) if spare in row), key=lambda r: (self.rank_load(r), -r))
             self._drop(holder, spare)
         for e in missing:
@@ -133,11 +140,21 @@ class _Rows:
     def fill(self) -> None:
         """Give free slots to the experts with the largest load per copy."""
         while self._free():
-            ranked = sorted((e for e, n in enumerate(self.copies) if n < self.replicas), key=lambda e: (-self.load(e, self.copies[e]), e))
+            ranked = sorted(
+                (e for e, n in enumerate(self.copies) if n < self.replicas),
+                key=lambda e: (-self.load(e, self.copies[e]), e),
+            )
             placed = next(((r, e) for e in ranked if (r := self._room(e)) is not None), None)
-            if placed is None:  # every open rank holds everything that may still be copied: sharing a rank is unavoidable
+            if (
+                placed is None
+            ):  # every open rank holds everything that may still be copied: sharing a rank is unavoidable
                 r = next(r for r, row in enumerate(self.rows) if len(row) < self.slots)
-                placed = r, min(range(len(self.copies)), key=lambda e: (self.copies[e] >= 16, -self.load(e, self.copies[e]), e))
+                placed = (
+                    r,
+                    min(
+                        range(len(self.copies)), key=lambda e: (self.copies[e] >= 16, -self.load(e, self.copies[e]), e)
+                    ),
+                )
             self._add(*placed)
 
     def retune(self, cap: int | None) -> None:
@@ -145,8 +162,16 @@ class _Rows:
         for _ in range(len(self.rows) * self.slots):
             if cap is not None and self.received() + 1 > cap:
                 return
-            hot = min((e for e, n in enumerate(self.copies) if n < self.replicas), default=None, key=lambda e: (-self.load(e, self.copies[e]), e))
-            cold = min((e for e, n in enumerate(self.copies) if n > 1 and e != hot), default=None, key=lambda e: (self.load(e, self.copies[e] - 1), e))
+            hot = min(
+                (e for e, n in enumerate(self.copies) if n < self.replicas),
+                default=None,
+                key=lambda e: (-self.load(e, self.copies[e]), e),
+            )
+            cold = min(
+                (e for e, n in enumerate(self.copies) if n > 1 and e != hot),
+                default=None,
+                key=lambda e: (self.load(e, self.copies[e] - 1), e),
+            )
             if hot is None or cold is None:
                 return
             if self.load(hot, self.copies[hot]) * RETUNE[1] <= self.load(cold, self.copies[cold] - 1) * RETUNE[0]:
@@ -160,7 +185,8 @@ class _Rows:
 
 
 def aligned(slot_RS: np.ndarray, held: Held) -> np.ndarray:
-    """The same experts per rank with every expert that stays in the slot it has; newcomers fill the gaps by ascending id."""
+    """The same experts per rank with every expert that stays in the slot it has; newcomers fill the gaps by
+    ascending id."""
     out = slot_RS.copy()
     for r, row in enumerate(slot_RS.tolist()):
         if row[0] < 0:

@@ -1,6 +1,7 @@
 // Compiled twins of the numpy loops in moments.py, placement.py, search.py and score.py.
 //
-// Contract: the same bits as numpy. Built with -ffp-contract=off and without -ffast-math; every floating expression keeps the
+// Contract: the same bits as numpy. Built with -ffp-contract=off and without -ffast-math; every floating expression
+// keeps the
 // association of its twin, every sum runs in the twin's order, integer sums are exact. Change both sides or neither.
 // No allocation survives a call; no globals: calls from several threads are independent.
 
@@ -18,6 +19,9 @@ constexpr int QUANT = 2047;
 constexpr int64_t BLOCKS = 10, BLOCK_STEPS = 8;
 constexpr double DRIFT_ROOT = 1.7320508075688772;
 constexpr int POWER_LOG2 = 6;
+constexpr double PHI_CAP = 4e4;
+constexpr double KEEP = 1.0 - 1e-9;
+constexpr int64_t EXCHANGES_PER_SLOT = 32;
 constexpr double INV_POWER = 1.0 / (1 << POWER_LOG2);
 constexpr double INF = std::numeric_limits<double>::infinity();
 
@@ -25,6 +29,7 @@ inline double phi(double x) {
     x *= INV_POWER;
     x += 1.0;
     x = x > 0.0 ? x : 0.0;
+    x = x < PHI_CAP ? x : PHI_CAP;
     for (int k = 0; k < POWER_LOG2; ++k) x *= x;
     return x;
 }
@@ -51,7 +56,8 @@ double ordered_sum(const std::vector<double>& v) {
     return s;
 }
 
-// Exact integer product q^T q for |q| <= QUANT: int16 pairs into int32, flushed to int64 every 512 steps (2047^2 * 512 < 2^31).
+// Exact integer product q^T q for |q| <= QUANT: int16 pairs into int32, flushed to int64 every 512 steps (2047^2 * 512
+// < 2^31).
 // q is [experts padded to TILE, steps padded to 32], padding zero; 4 x 4 tiles keep 16 sums in registers.
 constexpr int64_t TILE = 4;
 
@@ -104,7 +110,7 @@ struct Search {
         for (int64_t p = r * S; p < (r + 1) * S; ++p) loss[p] = x[r] + ((diag[p] - load[p]) - V2[r * P + p]);
     }
 
-    void enter(double sharp) {
+    void fill(double sharp) {
         for (int64_t i = 0; i < P; ++i) {
             const double *c = cov_EE + slot[i] * E;
             const double wi = part_E[slot[i]];
@@ -147,7 +153,8 @@ struct Search {
 
     // The best exchange of a slot of rank a; false when none gains enough.
     bool best(int64_t a, double tol, double price, int64_t cap, int64_t& bi, int64_t& bp, double& xa, double& xb) {
-        const double sum = total();
+        const double whole = total(), own = double(R) * ph[a];
+        const double scale = own < whole ? own : whole;
         double least = INF;
         int64_t at = -1;
         for (int64_t s = 0; s < S; ++s) {
@@ -156,19 +163,18 @@ struct Search {
             const double li = loss[i], gi = gain[i];
             for (int64_t p = 0; p < P; ++p) ua[p] = phi((li + (gain[p] + va[p])) - k[p]);
             for (int64_t r = 0; r < R; ++r) {
-                const double there = gi + V2[r * P + i], phr = ph[r];
+                const double there = gi + V2[r * P + i], phr = ph[r] * KEEP;
                 for (int64_t p = r * S; p < (r + 1) * S; ++p) {
                     const double ub_p = phi((there + loss[p]) - k[p]);
                     ua[p] = (ua[p] + ub_p) - phr;
                 }
             }
             if (warm) {
-                const double unit = price * (sum / double(R));
                 for (int64_t r = 0; r < R; ++r) {
                     const int64_t in = int64_t(fresh[r * E + e]) - int64_t(fresh[a * E + e]);
                     for (int64_t p = r * S; p < (r + 1) * S; ++p) {
                         const int64_t d = in + (int64_t(fresh[a * E + slot[p]]) - int64_t(fresh[r * E + slot[p]]));
-                        ua[p] += double(d) * unit;
+                        ua[p] += double(d) * price;
                         if (cap >= 0 && d > 0 && received + d > cap) ua[p] = INF;
                     }
                 }
@@ -183,7 +189,7 @@ struct Search {
                 at = s * P + p;
             }
         }
-        if (!(least < ph[a] - tol * sum)) return false;
+        if (!(least < ph[a] - tol * scale)) return false;
         bi = a * S + at / P;
         bp = at % P;
         const int64_t b = bp / S;
@@ -226,11 +232,11 @@ struct Search {
     int64_t descend(double tol, double price, int64_t cap) {
         std::vector<uint8_t> live(R, 1);
         int64_t swaps = 0;
-        for (;;) {
+        while (swaps < EXCHANGES_PER_SLOT * P) {
             int64_t a = -1;
             for (int64_t r = 0; r < R; ++r)
                 if (live[r] && (a < 0 || ph[r] > ph[a])) a = r;
-            if (a < 0) return swaps;
+            if (a < 0) break;
             int64_t i = 0, p = 0;
             double xa = 0.0, xb = 0.0;
             if (!best(a, tol, price, cap, i, p, xa, xb)) {
@@ -241,6 +247,7 @@ struct Search {
             live[a] = live[p / S] = 1;
             ++swaps;
         }
+        return swaps;
     }
 };
 
@@ -248,7 +255,8 @@ struct Search {
 
 extern "C" {
 
-// counts [M, E] int64 with `stride` elements between steps. Returns the usable steps; gram_EE and scale_E are left to the caller
+// counts [M, E] int64 with `stride` elements between steps. Returns the usable steps; gram_EE and scale_E are left to
+// the caller
 // when fewer than min_steps are usable.
 int64_t dl_moments(const int64_t* counts, int64_t M, int64_t E, int64_t stride, int64_t min_steps, int64_t* total_E, double* mean_E,
                    double* cov_EE) {
@@ -365,9 +373,10 @@ void dl_longest_first(const int64_t* load_E, const int64_t* order, const int64_t
     }
 }
 
-// Improves slot_RS in place. fresh_RE (1 = the rank does not hold the expert yet) may be null. Returns the exchanges made.
-int64_t dl_swap_search(int64_t* slot_RS, int64_t R, int64_t S, int64_t E, const double* mean_E, const double* cov_EE, const int64_t* copies_E,
-                       const double* sharp, int64_t stages, double tol, double price, int64_t cap, const uint8_t* fresh_RE) {
+// Improves slot_RS in place. fresh_RE (1 = the rank does not hold the expert yet) may be null. Returns the exchanges
+// made.
+int64_t dl_swap_search(int64_t* slot_RS, int64_t R, int64_t S, int64_t E, const double* mean_E, const double* cov_EE,
+                       const int64_t* copies_E, double sharp, double tol, double price, int64_t cap, const uint8_t* fresh_RE) {
     Search s;
     const int64_t P = R * S;
     s.R = R; s.S = S; s.P = P; s.E = E;
@@ -391,11 +400,8 @@ int64_t dl_swap_search(int64_t* slot_RS, int64_t R, int64_t S, int64_t E, const 
         s.fresh.assign(fresh_RE, fresh_RE + R * E);
         for (int64_t p = 0; p < P; ++p) s.received += s.fresh[(p / S) * E + s.slot[p]];
     }
-    int64_t swaps = 0;
-    for (int64_t k = 0; k < stages; ++k) {
-        s.enter(sharp[k]);
-        swaps += s.descend(tol, price, cap);
-    }
+    s.fill(sharp);
+    const int64_t swaps = s.descend(tol, price, cap);
     std::copy(s.slot.begin(), s.slot.end(), slot_RS);
     return swaps;
 }

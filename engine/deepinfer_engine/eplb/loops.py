@@ -1,7 +1,7 @@
 """The five inner loops of the planner behind one interface, in numpy or compiled; both return the same bits.
 
-``NumpyLoops`` is the definition. ``native.NativeLoops`` runs ``loops.cpp``; which one is used is the caller's choice and is
-reported with the plan.
+``NumpyLoops`` is the definition. ``native.NativeLoops`` runs ``loops.cpp``; which one is used is the caller's choice
+and is reported with the plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Build, load and call the compiled inner loops (``loops.cpp``, plain C++ through ctypes).
 
-The library is built with g++ on first use into a cache folder. Its file name is a digest of the source, the compiler's version, the
-flags and the machine's CPU flags (the code is tuned to the machine it was built on), and it is renamed into place, so
-concurrent builds are harmless. ``load`` raises NotReadyError with the reason; falling back is the caller's decision.
+The library is built with g++ on first use into a cache folder. Its file name is a digest of the source, the compiler's
+version, the flags and the machine's CPU flags (the code is tuned to the machine it was built on), and it is renamed
+into place, so concurrent builds are harmless. ``load`` raises NotReadyError with the reason; falling back is the
+caller's decision.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from deepinfer_engine.errors import NotReadyError
 SOURCE = Path(__file__).with_name("loops.cpp")
 
 #: No -ffast-math and no contraction: the compiled loops must return the bits of the numpy ones.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+)
 
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
@@ -55,7 +65,9 @@ def library(cache: Path, compiler: str = "g++") -> Path:
     """
     found = shutil.which(compiler)
     if found is None:
-        raise NotReadyError(f"no C++ compiler: {compiler} is not on the path", hint="install g++, or plan with --loop numpy")
+        raise NotReadyError(
+            f"no C++ compiler: {compiler} is not on the path", hint="install g++, or plan with --loop numpy"
+        )
     try:
         version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as e:
@@ -113,7 +125,7 @@ class NativeLoops:
         self._place.argtypes = (_PTR, _PTR, _PTR, _I64, _I64, _I64, _PTR)
         self._place.restype = None
         self._search = lib.dl_swap_search
-        self._search.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _I64, _F64, _F64, _I64, _PTR)
+        self._search.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _PTR, _F64, _F64, _F64, _I64, _PTR)
         self._search.restype = _I64
         self._peaks = lib.dl_peak_sum
         self._peaks.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _I64, _I64)
@@ -158,11 +170,10 @@ class NativeLoops:
         slot_RS = np.array(slot_RS, np.int64, order="C")
         mean_E, cov_EE = np.ascontiguousarray(mean_E), np.ascontiguousarray(cov_EE)
         copies_E = np.ascontiguousarray(copies_E, np.int64)
-        sharp = np.array([s * sharpness(slot_RS.shape[0]) for s in rules.stages])
         fresh_RE = None if held_RE is None else np.ascontiguousarray(~held_RE).view(np.uint8)
         swaps = self._search(
             _at(slot_RS), *slot_RS.shape, len(mean_E), _at(mean_E), _at(cov_EE), _at(copies_E),
-            _at(sharp), len(sharp), rules.tol, rules.price, -1 if rules.cap is None else rules.cap,
+            sharpness(slot_RS.shape[0]), rules.tol, rules.price, -1 if rules.cap is None else rules.cap,
             None if fresh_RE is None else _at(fresh_RE),
         )  # fmt: skip
         return slot_RS, int(swaps)

@@ -1,6 +1,7 @@
 """Adapters to other engines' planners, for measuring: used when they are installed, never needed.
 
-Each takes counts [M, L, E] and returns slots [L, R, S]. Their code is imported from where the user installed it; nothing of it is here.
+Each takes counts [M, L, E] and returns slots [L, R, S]. Their code is imported from where the user installed it;
+nothing of it is here.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def _flashlb(module: Any) -> Planner:
         table_RS = identity(experts, ranks, slots)
         copies_E = np.bincount(table_RS.reshape(-1), minlength=experts)
         loads = np.rint(counts_MLE / copies_E)[:, :, table_RS].astype(np.int64)
-        _, _, new = module.FlashLB().rebalance_experts(torch.from_numpy(np.stack([table_RS] * layers)), torch.from_numpy(loads))
+        _, _, new = module.FlashLB().rebalance_experts(
+            torch.from_numpy(np.stack([table_RS] * layers)), torch.from_numpy(loads)
+        )
         return np.asarray(new)
 
     return plan

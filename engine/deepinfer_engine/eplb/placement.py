@@ -4,12 +4,13 @@ Rules (all exact int64, ``LCM`` = lcm(1..16) makes every load ÷ copies an integ
 
 * replicas: one at a time to the expert with the largest weight ÷ copies; ties to the lowest id; never more than
   min(ranks, 16) copies while that is avoidable.
-* longest-first: replicas by load per copy descending, then expert id; each to the rank with the smallest load that has a free
-  slot and does not hold the expert yet; ties to the lowest rank.
-* no two replicas of an expert on one rank when copies ≤ ranks: the rare dead end of the greedy rule is repaired by a swap.
+* longest-first: replicas by load per copy descending, then expert id; each to the rank with the smallest load that has
+  a free slot and does not hold the expert yet; ties to the lowest rank.
+* no two replicas of an expert on one rank when copies ≤ ranks: the rare dead end of the greedy rule is repaired by a
+  swap.
 
-Worked example: weights 6, 3, 2, 1 on 2 ranks with 3 slots → copies 2, 2, 1, 1 → loads per copy 3, 1.5, 2, 1 → rank 0 holds
-experts 0, 2, 1 (6.5 of 12) and rank 1 holds 0, 1, 3 (5.5 of 12).
+Worked example: weights 6, 3, 2, 1 on 2 ranks with 3 slots → copies 2, 2, 1, 1 → loads per copy 3, 1.5, 2, 1 → rank 0
+holds experts 0, 2, 1 (6.5 of 12) and rank 1 holds 0, 1, 3 (5.5 of 12).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MAX_WEIGHT = (2**63 - 1) // LCM
 
 
 def replica_cap(experts: int, ranks: int, slots: int) -> int:
-    """Most copies one expert may get: min(ranks, 16), or 16 when only that can fill the slots (replicas then share a rank).
+    """Most copies one expert may get: min(ranks, 16), or 16 when only that can fill the slots (replicas then share a
+    rank).
 
     Raises UsageError when there are fewer slots than experts or more than 16 copies of each would be needed.
     """
@@ -116,8 +118,11 @@ def separated(slot_RS: np.ndarray, load_E: np.ndarray, copies_E: np.ndarray) -> 
                 if f in slot_RS[a]:
                     continue
                 d = int(load_E[f] - load_E[e])
-                best = min(best, (max(int(loads[a]) + d, int(loads[b]) - d), b, j)) if best else (
-                    max(int(loads[a]) + d, int(loads[b]) - d), b, j)
+                best = (
+                    min(best, (max(int(loads[a]) + d, int(loads[b]) - d), b, j))
+                    if best
+                    else (max(int(loads[a]) + d, int(loads[b]) - d), b, j)
+                )
         if best is None:
             return dealt(copies_E, ranks)
         _, b, j = best
@@ -126,7 +131,8 @@ def separated(slot_RS: np.ndarray, load_E: np.ndarray, copies_E: np.ndarray) -> 
 
 
 def dealt(copies_E: np.ndarray, ranks: int) -> np.ndarray:
-    """Replicas dealt to ranks in turn, most copied expert first: consecutive replicas meet different ranks, so copies ≤ ranks
+    """Replicas dealt to ranks in turn, most copied expert first: consecutive replicas meet different ranks, so copies ≤
+    ranks
     never share one. The placement of last resort."""
     order = np.argsort(-copies_E, kind="stable")
     return np.repeat(order, copies_E[order]).reshape(-1, ranks).T.copy()

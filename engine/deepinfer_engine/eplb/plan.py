@@ -1,8 +1,9 @@
-"""``ExpertPlan``: where every expert's replicas live, frozen, checked, with the moves that lead to it and a stamped JSON file.
+"""``ExpertPlan``: where every expert's replicas live, frozen, checked, with the moves that lead to it and a stamped
+JSON file.
 
-A plan is legal when every layer gives each logical expert 1 to 16 replicas and every live rank fills all of its slots. A dead rank
-holds -1 in all of its slots, in every layer. Two replicas of an expert on one rank are legal (``colocations`` lists them); the
-planner makes them only where they cannot be avoided.
+A plan is legal when every layer gives each logical expert 1 to 16 replicas and every live rank fills all of its slots.
+A dead rank holds -1 in all of its slots, in every layer. Two replicas of an expert on one rank are legal
+(``colocations`` lists them); the planner makes them only where they cannot be avoided.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_engine.eplb.placement import MAX_REPLICAS, colocated
-from deepinfer_engine.errors import ArtefactError
+from deepinfer_engine.errors import ArtefactError, NotReadyError
 
 FORMAT = "deepinfer.expert_plan"
 VERSION = 1
@@ -54,8 +55,8 @@ class Move:
 class ExpertPlan:
     """Slots of every layer: ``slot_expert_LRS`` int64 [L, R, S], read-only.
 
-    ``moe_lb_L`` is the predicted balance per layer on the planning window, None for a layer without tokens. ``epoch`` counts the
-    plans of one deployment. Raises ArtefactError when the slots are not a legal plan for ``experts``.
+    ``moe_lb_L`` is the predicted balance per layer on the planning window, None for a layer without tokens. ``epoch``
+    counts the plans of one deployment. Raises ArtefactError when the slots are not a legal plan for ``experts``.
     """
 
     epoch: int
@@ -73,7 +74,9 @@ class ExpertPlan:
         object.__setattr__(self, "slot_expert_LRS", slots)
         problem = plan_problem(slots, self.experts)
         if problem is None and not len(self.layer_ids) == len(self.moe_lb_L) == slots.shape[0]:
-            problem = f"{slots.shape[0]} layers of slots, {len(self.layer_ids)} layer ids, {len(self.moe_lb_L)} balances"
+            problem = (
+                f"{slots.shape[0]} layers of slots, {len(self.layer_ids)} layer ids, {len(self.moe_lb_L)} balances"
+            )
         if problem is not None:
             raise ArtefactError(f"not a legal plan: {problem}")
 
@@ -96,7 +99,12 @@ class ExpertPlan:
     @cached_property
     def replicas_LE(self) -> np.ndarray:
         """Copies of every expert, int64 [L, E]."""
-        return np.stack([np.bincount(row[row >= 0], minlength=self.experts) for row in self.slot_expert_LRS.reshape(self.layers, -1)])
+        return np.stack(
+            [
+                np.bincount(row[row >= 0], minlength=self.experts)
+                for row in self.slot_expert_LRS.reshape(self.layers, -1)
+            ]
+        )
 
     @property
     def moe_lb(self) -> float | None:
@@ -111,20 +119,26 @@ class ExpertPlan:
     def moves(self, old: ExpertPlan) -> tuple[Move, ...]:
         """What every rank must receive to go from ``old`` to this plan, layer by layer.
 
-        An expert the rank already holds in any slot is not received. Receivers of an expert are dealt to its old live holders in
-        rank order, so that no holder sends everything. Raises ArtefactError when the plans are not of the same model.
+        An expert the rank already holds in any slot is not received. Receivers of an expert are dealt to its old live
+        holders in rank order, so that no holder sends everything. Raises ArtefactError when the plans are not of the
+        same model.
         """
         if (old.layers, old.experts) != (self.layers, self.experts):
             raise ArtefactError(
-                f"the old plan is {old.layers} layers x {old.experts} experts, the new one {self.layers} x {self.experts}"
+                f"the old plan is {old.layers} layers x {old.experts} experts, "
+                f"the new one {self.layers} x {self.experts}"
             )
         out: list[Move] = []
         for layer in range(self.layers):
-            out.extend(_layer_moves(layer, self.slot_expert_LRS[layer], old.slot_expert_LRS[layer], set(self.dead_ranks)))
+            out.extend(
+                _layer_moves(layer, self.slot_expert_LRS[layer], old.slot_expert_LRS[layer], set(self.dead_ranks))
+            )
         return tuple(out)
 
     def same_slots(self, old: ExpertPlan) -> bool:
-        return self.slot_expert_LRS.shape == old.slot_expert_LRS.shape and bool((self.slot_expert_LRS == old.slot_expert_LRS).all())
+        return self.slot_expert_LRS.shape == old.slot_expert_LRS.shape and bool(
+            (self.slot_expert_LRS == old.slot_expert_LRS).all()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan file as plain values."""
@@ -171,7 +185,10 @@ def plan_problem(slots_LRS: np.ndarray, experts: int) -> str | None:
         if not copies.all():
             return f"layer {k}: expert {int((copies == 0).argmax())} has no slot"
         if copies.max() > MAX_REPLICAS:
-            return f"layer {k}: expert {int(copies.argmax())} has {copies.max()} replicas, at most {MAX_REPLICAS} are supported"
+            return (
+                f"layer {k}: expert {int(copies.argmax())} has {copies.max()} replicas, "
+                f"at most {MAX_REPLICAS} are supported"
+            )
     return None
 
 
@@ -205,7 +222,7 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)
     except OSError as e:
-        raise ArtefactError(f"cannot write {path}: {e.strerror}") from e
+        raise NotReadyError(f"cannot write {path}: {e.strerror}") from e
     finally:
         part.unlink(missing_ok=True)
 
@@ -259,9 +276,21 @@ def read_json(path: Path) -> Any:
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
-    "format": str, "version": int, "epoch": int, "algorithm": str, "tool_version": str, "config_digest": str, "weights_digest": str,
-    "stats_digest": str, "experts": int, "ranks": int, "slots_per_rank": int, "layer_ids": list, "moe_lb": list, "slot_expert": list,
-}  # fmt: skip
+    "format": str,
+    "version": int,
+    "epoch": int,
+    "algorithm": str,
+    "tool_version": str,
+    "config_digest": str,
+    "weights_digest": str,
+    "stats_digest": str,
+    "experts": int,
+    "ranks": int,
+    "slots_per_rank": int,
+    "layer_ids": list,
+    "moe_lb": list,
+    "slot_expert": list,
+}
 
 
 def slots_array(rows: Sequence[Any], where: str, ndim: int = 3) -> np.ndarray:
@@ -294,7 +323,9 @@ def plan_from_dict(values: Any, where: str) -> ExpertPlan:
     slots = slots_array(values["slot_expert"], f"{where}: slot_expert")
     stated = (values["ranks"], values["slots_per_rank"])
     if slots.shape[1:] != stated:
-        raise ArtefactError(f"{where}: slot_expert is {list(slots.shape[1:])} per layer, ranks x slots_per_rank says {list(stated)}")
+        raise ArtefactError(
+            f"{where}: slot_expert is {list(slots.shape[1:])} per layer, ranks x slots_per_rank says {list(stated)}"
+        )
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values["layer_ids"]):
         raise ArtefactError(f"{where}: layer_ids must be integers")
     for k, v in enumerate(values["moe_lb"]):
@@ -302,10 +333,15 @@ def plan_from_dict(values: Any, where: str) -> ExpertPlan:
             raise ArtefactError(f"{where}: moe_lb[{k}] is {v!r}, expected null or 1.0 or more")
     try:
         return ExpertPlan(
-            epoch=values["epoch"], experts=values["experts"], slot_expert_LRS=slots, layer_ids=tuple(values["layer_ids"]),
-            algorithm=values["algorithm"], moe_lb_L=tuple(values["moe_lb"]), tool_version=values["tool_version"],
+            epoch=values["epoch"],
+            experts=values["experts"],
+            slot_expert_LRS=slots,
+            layer_ids=tuple(values["layer_ids"]),
+            algorithm=values["algorithm"],
+            moe_lb_L=tuple(values["moe_lb"]),
+            tool_version=values["tool_version"],
             digests=Digests(values["config_digest"], values["weights_digest"], values["stats_digest"]),
-        )  # fmt: skip
+        )
     except ArtefactError as e:
         raise ArtefactError(f"{where}: {e.message}") from e
 

@@ -1,7 +1,7 @@
 """One planning job from statistics to a stamped plan and its report; what the command and the runtime call.
 
-``topology_for`` turns sizes that may be left out into a ``Topology``; ``build_plan`` plans; ``run_job`` plans on the older steps, judges
-on the newer ones and returns the plan to run, which is the old one when moving does not pay.
+``topology_for`` turns sizes that may be left out into a ``Topology``; ``build_plan`` plans; ``run_job`` plans on the
+older steps, judges on the newer ones and returns the plan to run, which is the old one when moving does not pay.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ class Outcome:
     test_MLE: np.ndarray
 
 
-def topology_for(sizes: Sizes, experts: int, ep: int | None, old: ExpertPlan | None) -> tuple[Topology, tuple[str, ...]]:
+def topology_for(
+    sizes: Sizes, experts: int, ep: int | None, old: ExpertPlan | None
+) -> tuple[Topology, tuple[str, ...]]:
     """The topology to plan for, checked against ``experts``, and notes on what was filled in.
 
-    Ranks: given, else the statistics' ep, else the old plan's. Slots: given, else the old plan's, else ceil(experts ÷ live ranks) plus the
-    redundant ones (1, or 0 on a single rank). Raises UsageError with the nearest legal value.
+    Ranks: given, else the statistics' ep, else the old plan's. Slots: given, else the old plan's, else ceil(experts ÷
+    live ranks) plus the redundant ones (1, or 0 on a single rank). Raises UsageError with the nearest legal value.
     """
     ranks = sizes.ranks or ep or (old.ranks if old else None)
     if ranks is None:
@@ -109,7 +111,10 @@ def topology_for(sizes: Sizes, experts: int, ep: int | None, old: ExpertPlan | N
     topology = Topology(ranks, slots, dead, sizes.nodes, groups)
     topology.check_fit(experts)
     if live * slots > experts * min(live, 16):
-        notes.append(f"{live * slots} slots cannot all be useful for {experts} experts on {live} ranks: some replicas share a rank")
+        notes.append(
+            f"{live * slots} slots cannot all be useful for {experts} experts on {live} ranks: "
+            "some replicas share a rank"
+        )
     return topology, tuple(notes)
 
 
@@ -118,7 +123,9 @@ def matched(old: ExpertPlan, stats: ExpertStats) -> ExpertPlan:
     for name in ("config", "weights"):
         a, b = getattr(old.digests, name), getattr(stats, f"{name}_digest")
         if a and b and a != b:
-            raise ArtefactError(f"the old plan is for another model: its {name} digest is {a[:12]}…, the statistics' is {b[:12]}…")
+            raise ArtefactError(
+                f"the old plan is for another model: its {name} digest is {a[:12]}…, the statistics' is {b[:12]}…"
+            )
     if old.experts != stats.experts:
         raise ArtefactError(f"the old plan has {old.experts} experts, the statistics have {stats.experts}")
     if old.algorithm == "ascend" and old.layers == stats.layers:
@@ -127,13 +134,17 @@ def matched(old: ExpertPlan, stats: ExpertStats) -> ExpertPlan:
     missing = [k for k in stats.layer_ids if k not in where]
     if missing:
         raise ArtefactError(
-            f"the old plan has {old.layers} layers without layer {missing[0]}, the statistics have {stats.layers} layers"
+            f"the old plan has {old.layers} layers without layer {missing[0]}, "
+            f"the statistics have {stats.layers} layers"
         )
     rows = [where[k] for k in stats.layer_ids]
     if rows == list(range(old.layers)):
         return old
     return replace(
-        old, slot_expert_LRS=old.slot_expert_LRS[rows], layer_ids=stats.layer_ids, moe_lb_L=tuple(old.moe_lb_L[i] for i in rows)
+        old,
+        slot_expert_LRS=old.slot_expert_LRS[rows],
+        layer_ids=stats.layer_ids,
+        moe_lb_L=tuple(old.moe_lb_L[i] for i in rows),
     )
 
 
@@ -150,7 +161,8 @@ def build_plan(
         stats.counts_MLE, topology, old_LRS=None if old is None else old.slot_expert_LRS, settings=settings, loops=loops
     )
     balances = [
-        layer_balance(stats.counts_MLE[:, k], p.slot_RS, p.copies_E) if p.signal else None for k, p in enumerate(planned)
+        layer_balance(stats.counts_MLE[:, k], p.slot_RS, p.copies_E) if p.signal else None
+        for k, p in enumerate(planned)
     ]
     plan = ExpertPlan(
         epoch=0 if old is None else old.epoch + 1,
@@ -200,7 +212,9 @@ def run_job(job: Job, loops: Loops | None = None) -> Outcome:
     if on_test is not None:
         windows["holdout"] = rep.window_of(on_test)
     moved = rep.move_summary(candidate, before, job.economics)
-    forced = old is not None and (old.slot_expert_LRS.shape != candidate.slot_expert_LRS.shape or old.dead_ranks != candidate.dead_ranks)
+    forced = old is not None and (
+        old.slot_expert_LRS.shape != candidate.slot_expert_LRS.shape or old.dead_ranks != candidate.dead_ranks
+    )
     after = windows.get("holdout", windows["train"])
     verdict = rep.judge(windows["before"], after, moved, job.economics, has_old=old is not None, forced=forced)
     notes += _remarks(stats, planned, moved, job)
@@ -210,19 +224,37 @@ def run_job(job: Job, loops: Loops | None = None) -> Outcome:
             return candidate
         return build_plan(train, replace(topology, slots_per_rank=slots), settings=job.settings, loops=loops)[0]
 
-    ladder = rep.redundancy_ladder(plan_with, test_MLE, stats.experts, len(topology.live), job.economics) if job.ladder else ()
+    ladder = (
+        rep.redundancy_ladder(plan_with, test_MLE, stats.experts, len(topology.live), job.economics)
+        if job.ladder
+        else ()
+    )
     report = rep.PlanReport(
         shape={
-            "steps": train_steps, "held_out": stats.steps - train_steps, "layers": stats.layers, "experts": stats.experts,
-            "ranks": topology.ranks, "live_ranks": len(topology.live), "slots_per_rank": topology.slots_per_rank, "nodes": topology.nodes,
-            "groups": topology.groups, "dispatch": job.dispatch, "loop": loops.name, "plan_s": round(seconds, 4),
+            "steps": train_steps,
+            "held_out": stats.steps - train_steps,
+            "layers": stats.layers,
+            "experts": stats.experts,
+            "ranks": topology.ranks,
+            "live_ranks": len(topology.live),
+            "slots_per_rank": topology.slots_per_rank,
+            "nodes": topology.nodes,
+            "groups": topology.groups,
+            "dispatch": job.dispatch,
+            "loop": loops.name,
+            "plan_s": round(seconds, 4),
         },
         windows=windows,
         layers=rep.layer_rows(
             candidate, stats.layer_kinds, [p.start for p in planned], moved["per_layer"], old_test, on_train, on_test
         ),
-        ladder=ladder, moves=moved, colocations=len(candidate.colocations()), verdict=verdict, economics=job.economics, notes=tuple(notes),
-    )  # fmt: skip
+        ladder=ladder,
+        moves=moved,
+        colocations=len(candidate.colocations()),
+        verdict=verdict,
+        economics=job.economics,
+        notes=tuple(notes),
+    )
     keep = verdict.action == "keep" and old is not None
     return Outcome(old if keep and old is not None else candidate, candidate, before, report, test_MLE)
 
@@ -234,9 +266,13 @@ def _window(job: Job) -> tuple[ExpertStats, list[str]]:
         if job.window < 1:
             raise UsageError(f"window is {job.window}, expected 1 or more steps")
         if not stats.ordered:
-            raise UsageError("the steps of this file are not in time order, so there is no newest window", hint="drop --window")
+            raise UsageError(
+                "the steps of this file are not in time order, so there is no newest window", hint="drop --window"
+            )
         if job.window > stats.steps:
-            raise UsageError(f"window is {job.window}, the file has {stats.steps} steps", hint=f"nearest legal value: {stats.steps}")
+            raise UsageError(
+                f"window is {job.window}, the file has {stats.steps} steps", hint=f"nearest legal value: {stats.steps}"
+            )
         stats = stats.window(stats.steps - job.window, stats.steps)
     busy, idle = stats.without_idle()
     if busy.steps == 0:

@@ -10,7 +10,7 @@ import numpy as np
 
 from deepinfer_engine.eplb.plan import ExpertPlan
 from deepinfer_engine.eplb.score import rank_loads
-from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
+from deepinfer_engine.errors import NotReadyError, UsageError
 
 
 def require_matplotlib() -> None:
@@ -20,7 +20,8 @@ def require_matplotlib() -> None:
 
 
 def relative_loads(counts_MLE: np.ndarray, plan: ExpertPlan) -> np.ndarray:
-    """Load of every live rank ÷ mean rank load, averaged over layers with tokens: [2, R] as mean and worst step decile."""
+    """Load of every live rank ÷ mean rank load, averaged over layers with tokens: [2, R] as mean and worst step
+    decile."""
     live = [r for r in range(plan.ranks) if r not in plan.dead_ranks]
     mean, high = [], []
     for k in range(plan.layers):
@@ -38,8 +39,8 @@ def relative_loads(counts_MLE: np.ndarray, plan: ExpertPlan) -> np.ndarray:
 def plot_loads(counts_MLE: np.ndarray, before: ExpertPlan, after: ExpertPlan, path: Path) -> None:
     """Write a picture of rank loads under both plans; the suffix of ``path`` chooses the format."""
     require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -58,6 +59,6 @@ def plot_loads(counts_MLE: np.ndarray, before: ExpertPlan, after: ExpertPlan, pa
     except ValueError as e:
         raise UsageError(f"{path}: {e}") from e
     except OSError as e:
-        raise ArtefactError(f"cannot write {path}: {e.strerror}") from e
+        raise NotReadyError(f"cannot write {path}: {e.strerror}") from e
     finally:
         part.unlink(missing_ok=True)

@@ -2,30 +2,35 @@
 
 Statement, per layer:
 
-1. Counts are divided by their greatest common divisor; mean and covariance of expert loads over the window (``moments``).
+1. Counts are divided by their greatest common divisor; mean and covariance of expert loads over the window
+   (``moments``).
 2. Replicas by largest mean ÷ copies, then longest-first placement on mean + one standard deviation (``placement``).
 3. Swap search against the expected peak (``search``).
 4. If a rank's mean stays above 1.05, the steps 2 and 3 are repeated from eight flatter replica rules, mean^α with z
    standard deviations added.
-5. Of all candidates, longest-first on plain totals and the old plan among them, the one with the smallest exact Σ_steps max_rank is
-   taken; the earliest wins a tie. So no layer is ever worse on its window than either reference.
+5. Of all candidates, longest-first on plain totals among them, the one with the smallest exact Σ_steps max_rank is
+   taken; the earliest wins a tie. So no layer is ever worse on its window than longest-first.
 
-With an old plan the search starts from it and pays for every expert a rank would have to receive; surviving experts keep their slots.
-A layer without tokens gets an identity-like layout (or keeps its old one) and no balance.
+With an old plan the search starts from it and pays for every expert a rank would have to receive; surviving experts
+keep their slots, and no layer is ever worse on its window than it was. A layer without tokens gets an identity-like
+layout (or keeps its old one) and no balance.
 
-Worked example (``tests/engine/eplb/test_policy.py`` checks it). One step, eight experts with 600, 560, 120, 120, 20, 10, 10, 10 tokens
-on 8 ranks of 2 slots; the mean rank load is 181.25. Giving the next copy to the largest load per copy leaves 232 on
-the hottest rank; this planner leaves {WORKED}.
+Worked example (``tests/engine/eplb/test_policy.py`` checks it). One step, eight experts with 600, 560, 120, 120, 20,
+10, 10, 10 tokens on 8 ranks of 2 slots; the mean rank load is 181.25. Replicas by load ÷ copies give 5, 5, 1, 1, 1, 1,
+1, 1 and 232 on the hottest rank. This planner gives 4, 4, 2, 2, 1, 1, 1, 1 and 200:
 
-Everything here is deterministic: layers are independent, sums have a fixed order or are exact, and equal candidates are decided by
-(score, id), so the plan is the same on any number of threads, in any process, compiled or not.
+    ranks 0-3   experts 0+4, 0+5, 0+6, 0+7   150 + 20, 150 + 10, 150 + 10, 150 + 10
+    ranks 4-7   experts 1+2, 1+2, 1+3, 1+3   140 + 60 each
+
+Everything here is deterministic: layers are independent, sums have a fixed order or are exact, and equal candidates are
+decided by (score, id), so the plan is the same on any number of threads, in any process, compiled or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,7 +47,8 @@ ALGORITHM = "covariance-swap/1"
 #: A rank whose mean stays above this after the search is worth the eight other starts.
 HARD_RANK = 1.05
 
-#: (z, α) of the other starts: replicas by (mean + z·sd)^α ÷ copies. Flatter rules give cold experts copies to pair with.
+#: (z, α) of the other starts: replicas by (mean + z·sd)^α ÷ copies. Flatter rules give cold experts copies to pair
+#: with.
 OTHER_STARTS = ((0.0, 0.85), (0.0, 0.7), (0.0, 0.55), (0.0, 0.4), (1.0, 1.0), (1.0, 0.85), (1.0, 0.7), (1.0, 0.55))
 
 
@@ -73,7 +79,8 @@ class Topology:
             raise UsageError(f"nodes is {self.nodes}, expected a divisor of the {self.ranks} ranks")
         if self.groups < 1 or self.groups % self.nodes:
             raise UsageError(
-                f"groups is {self.groups}, expected a multiple of the {self.nodes} nodes", hint="drop --groups and --nodes to plan globally"
+                f"groups is {self.groups}, expected a multiple of the {self.nodes} nodes",
+                hint="drop --groups and --nodes to plan globally",
             )
 
     @property
@@ -105,7 +112,8 @@ class Topology:
                 )
             if ranks * slots > 16 * need:
                 raise UsageError(
-                    f"{ranks} ranks x {slots} slots = {ranks * slots} slots for {need} experts need more than 16 replicas of one expert",
+                    f"{ranks} ranks x {slots} slots = {ranks * slots} slots for {need} experts "
+                    "need more than 16 replicas of one expert",
                     hint=f"the most that fits: {max(16 * need // ranks, 1)} slots per rank",
                 )
 
@@ -114,13 +122,13 @@ class Topology:
 class PlanSettings:
     """What a caller may choose about planning; defaults are the measured ones of recipes/results/eplb.md.
 
-    ``move_price`` is the cost of one received expert in units of the mean rank cost; ``max_moves`` caps received experts per layer.
+    ``move_price`` is the cost of one received expert in units of an average rank's; ``max_moves`` caps received
+    experts per layer.
     """
 
-    move_price: float = 0.25
+    move_price: float = 0.1
     max_moves: int | None = None
     threads: int = 1
-    rules: SearchRules = field(default_factory=SearchRules)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.move_price < 1e6:
@@ -152,8 +160,8 @@ def plan_experts(
 ) -> tuple[PlannedLayer, ...]:
     """Plan every layer of int64 counts [M, L, E].
 
-    ``old_LRS`` [L, R', S'] is the running plan (R' and S' may differ; -1 = empty slot). Raises UsageError for sizes that do not
-    fit, ArtefactError for counts too large for exact arithmetic or an old plan of another shape.
+    ``old_LRS`` [L, R', S'] is the running plan (R' and S' may differ; -1 = empty slot). Raises UsageError for sizes
+    that do not fit, ArtefactError for counts too large for exact arithmetic or an old plan of another shape.
     """
     settings, loops = settings or PlanSettings(), loops or NumpyLoops()
     _, layers, experts = counts_MLE.shape
@@ -231,14 +239,17 @@ Candidate = tuple[np.ndarray, str, int]
 
 
 class _Part:
-    """One layer (or one node's experts of it) on ``ranks`` interchangeable ranks; loads in units of their mean rank load."""
+    """One layer (or one node's experts of it) on ``ranks`` interchangeable ranks; loads in units of their mean rank
+    load."""
 
     def __init__(self, loops: Loops, settings: PlanSettings, counts_ME: np.ndarray, ranks: int, slots: int):
         self.loops, self.settings, self.counts_ME = loops, settings, counts_ME
         self.ranks, self.slots = ranks, slots
         experts = counts_ME.shape[1]
         if not counts_ME.any():  # a node whose groups saw no token
-            self.m = LayerMoments(np.ones(experts, np.int64), np.full(experts, 1.0 / experts), np.zeros((experts, experts)), 1, 1.0)
+            self.m = LayerMoments(
+                np.ones(experts, np.int64), np.full(experts, 1.0 / experts), np.zeros((experts, experts)), 1, 1.0
+            )
         else:
             self.m = loops.moments(counts_ME)
         scale = float(ranks)
@@ -254,7 +265,7 @@ class _Part:
 
     def _searched(self, copies_E: np.ndarray, name: str) -> Candidate:
         start_RS = self.loops.longest_first(self._weights(1.0, 1.0), copies_E, self.ranks)
-        slot_RS, swaps = self.loops.swap_search(start_RS, self.mean_E, self.cov_EE, copies_E, self.settings.rules)
+        slot_RS, swaps = self.loops.swap_search(start_RS, self.mean_E, self.cov_EE, copies_E, SearchRules())
         return slot_RS, name, swaps
 
     def _copies(self, slot_RS: np.ndarray) -> np.ndarray:
@@ -292,8 +303,10 @@ class _Part:
         held_RE = np.zeros((self.ranks, experts), bool)
         for r, row in enumerate(held):
             held_RE[r, [e for e in row if e >= 0]] = True
-        rules = SearchRules(self.settings.rules.stages[-1:], self.settings.rules.tol, self.settings.move_price, cap)
-        slot_RS, swaps = self.loops.swap_search(start_RS, self.mean_E, self.cov_EE, self._copies(start_RS), rules, held_RE)
+        rules = SearchRules(price=self.settings.move_price, cap=cap)
+        slot_RS, swaps = self.loops.swap_search(
+            start_RS, self.mean_E, self.cov_EE, self._copies(start_RS), rules, held_RE
+        )
         found: list[Candidate] = [(slot_RS, "warm", swaps)]
         if complete:
             kept_RS = np.array(held, np.int64)

@@ -1,13 +1,14 @@
 """What a plan is worth: balance on the planning window and on steps it has not seen, its price, and whether to use it.
 
-Statement. The new plan is compared with the one that runs now (``old``), or with the identity layout when there is none, on the held-out
-steps (the planning window when nothing is held out):
+Statement. The new plan is compared with the one that runs now (``old``), or with the identity layout when there is
+none, on the held-out steps (the planning window when nothing is held out):
 
     gain  = (moe_lb_old − moe_lb_new) ÷ moe_lb_old                         (fraction of MoE time saved)
     cost  = most bytes one rank receives ÷ link bandwidth                  (seconds the slowest transfer takes)
     value = horizon_steps · moe_ms · (moe_lb_old − moe_lb_new)             (milliseconds saved until the next re-plan)
 
-Use the new plan when value > cost, else keep the old one. Assumed figures (expert size, link, MoE time) are marked as such.
+Use the new plan when value > cost, else keep the old one. Assumed figures (expert size, link, MoE time) are marked as
+such.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class PlanReport:
 def split_steps(steps: int, holdout: float | None, ordered: bool) -> tuple[int, str]:
     """Steps to plan on (the rest, the newest, are held out) and a note when the default held nothing out.
 
-    The default holds out the newest fifth of at least 50 ordered steps. Raises UsageError for a fraction that cannot be honoured.
+    The default holds out the newest fifth of at least 50 ordered steps. Raises UsageError for a fraction that cannot be
+    honoured.
     """
     if holdout is None:
         if not ordered:
@@ -156,11 +158,17 @@ def split_steps(steps: int, holdout: float | None, ordered: bool) -> tuple[int, 
     return steps - held, ""
 
 
-def plan_balances(counts_MLE: np.ndarray, plan: ExpertPlan, dispatch: str = "even", seed: int = 0) -> list[LayerBalance | None]:
+def plan_balances(
+    counts_MLE: np.ndarray, plan: ExpertPlan, dispatch: str = "even", seed: int = 0
+) -> list[LayerBalance | None]:
     """Balance of every layer of a plan on a window; the hash dispatch draws from ``seed`` and the layer."""
     return [
         layer_balance(
-            counts_MLE[:, k], plan.slot_expert_LRS[k], plan.replicas_LE[k], dispatch=dispatch, rng=np.random.default_rng([seed, k])
+            counts_MLE[:, k],
+            plan.slot_expert_LRS[k],
+            plan.replicas_LE[k],
+            dispatch=dispatch,
+            rng=np.random.default_rng([seed, k]),
         )
         for k in range(plan.layers)
     ]
@@ -185,7 +193,8 @@ def identity_plan(like: ExpertPlan) -> ExpertPlan:
 
 
 def move_summary(plan: ExpertPlan, old: ExpertPlan, economics: Economics) -> dict[str, Any]:
-    """Received experts per layer, in total and on the busiest rank, with bytes and seconds; what only the checkpoint has."""
+    """Received experts per layer, in total and on the busiest rank, with bytes and seconds; what only the
+    checkpoint has."""
     moves = plan.moves(old)
     per_layer = np.bincount([m.layer for m in moves], minlength=plan.layers)
     per_rank = np.bincount([m.dst_rank for m in moves], minlength=plan.ranks)
@@ -203,8 +212,11 @@ def move_summary(plan: ExpertPlan, old: ExpertPlan, economics: Economics) -> dic
     }
 
 
-def judge(before: Window, after: Window, moved: dict[str, Any], economics: Economics, *, has_old: bool, forced: bool) -> Verdict:
-    """Whether the new plan pays for its moves. ``forced``: the old plan cannot run any more (ranks or slots changed)."""
+def judge(
+    before: Window, after: Window, moved: dict[str, Any], economics: Economics, *, has_old: bool, forced: bool
+) -> Verdict:
+    """Whether the new plan pays for its moves. ``forced``: the old plan cannot run any more (ranks or slots
+    changed)."""
     cost = moved["transfer_s"] if has_old else 0.0
     if before.moe_lb is None or after.moe_lb is None:
         action = "keep" if has_old and not forced else "use"
@@ -214,12 +226,26 @@ def judge(before: Window, after: Window, moved: dict[str, Any], economics: Econo
     if not has_old:
         return Verdict("use", f"use this plan: {numbers} against the identity layout", gain, cost, saved)
     if forced:
-        return Verdict("use", f"use this plan: the old one does not fit these ranks and slots ({numbers})", gain, cost, saved)
+        return Verdict(
+            "use", f"use this plan: the old one does not fit these ranks and slots ({numbers})", gain, cost, saved
+        )
     steps = f"{economics.horizon_steps} steps"
     price = f"{moved['total']} moves, {cost:.2f} s on the busiest rank"
     if saved > cost:
-        return Verdict("use", f"use this plan: gain {gain:.1%} ({numbers}) saves {saved:.2f} s in {steps}, cost {price}", gain, cost, saved)
-    return Verdict("keep", f"keep the old plan: gain {gain:.1%} ({numbers}) saves {saved:.2f} s in {steps} < cost {price}", gain, cost, saved)
+        return Verdict(
+            "use",
+            f"use this plan: gain {gain:.1%} ({numbers}) saves {saved:.2f} s in {steps}, cost {price}",
+            gain,
+            cost,
+            saved,
+        )
+    return Verdict(
+        "keep",
+        f"keep the old plan: gain {gain:.1%} ({numbers}) saves {saved:.2f} s in {steps} < cost {price}",
+        gain,
+        cost,
+        saved,
+    )
 
 
 def redundancy_ladder(
@@ -227,8 +253,8 @@ def redundancy_ladder(
 ) -> tuple[Rung, ...]:
     """Balance, memory and break-even of 0, 1, 2 and 4 extra slots per rank.
 
-    ``plan_with(slots)`` plans for that many slots per rank. Break-even counts the steps in which the saved MoE time pays for loading
-    the extra replicas once. Rungs that cannot be filled with at most 16 replicas are left out.
+    ``plan_with(slots)`` plans for that many slots per rank. Break-even counts the steps in which the saved MoE time
+    pays for loading the extra replicas once. Rungs that cannot be filled with at most 16 replicas are left out.
     """
     base = -(-experts // live)
     rungs: list[Rung] = []
@@ -239,16 +265,25 @@ def redundancy_ladder(
         plan = plan_with(base + extra)
         lb = window_of(plan_balances(test_MLE, plan)).moe_lb
         first = lb if extra == 0 else first
-        even = economics.break_even_steps(extra * plan.layers, first, lb) if extra and lb is not None and first is not None else None
+        even = (
+            economics.break_even_steps(extra * plan.layers, first, lb)
+            if extra and lb is not None and first is not None
+            else None
+        )
         gib = (base + extra) * plan.layers * economics.expert_bytes / 2**30
         rungs.append(Rung(extra, base + extra, lb, gib, even))
     return tuple(rungs)
 
 
 def layer_rows(
-    plan: ExpertPlan, kinds: Sequence[str], starts: Sequence[str], moved: Sequence[int], before: Sequence[LayerBalance | None],
-    train: Sequence[LayerBalance | None], holdout: Sequence[LayerBalance | None] | None,
-) -> tuple[LayerRow, ...]:  # fmt: skip
+    plan: ExpertPlan,
+    kinds: Sequence[str],
+    starts: Sequence[str],
+    moved: Sequence[int],
+    before: Sequence[LayerBalance | None],
+    train: Sequence[LayerBalance | None],
+    holdout: Sequence[LayerBalance | None] | None,
+) -> tuple[LayerRow, ...]:
     """One row per layer; ``before`` is on the same window as the last of ``train`` and ``holdout`` that exists."""
     rows = []
     for k in range(plan.layers):
@@ -256,10 +291,18 @@ def layer_rows(
         shown = h or t
         rows.append(
             LayerRow(
-                layer_id=plan.layer_ids[k], signal=t is not None, kind=kinds[k] if kinds else "",
-                before=b.moe_lb if b else None, train=t.moe_lb if t else None, train_step=t.moe_lb_step if t else None,
-                holdout=h.moe_lb if h else None, holdout_step=h.moe_lb_step if h else None, floor=shown.floor if shown else None,
-                hottest_copies=int(plan.replicas_LE[k].max()), moves=moved[k], start=starts[k],
-            )  # fmt: skip
+                layer_id=plan.layer_ids[k],
+                signal=t is not None,
+                kind=kinds[k] if kinds else "",
+                before=b.moe_lb if b else None,
+                train=t.moe_lb if t else None,
+                train_step=t.moe_lb_step if t else None,
+                holdout=h.moe_lb if h else None,
+                holdout_step=h.moe_lb_step if h else None,
+                floor=shown.floor if shown else None,
+                hottest_copies=int(plan.replicas_LE[k].max()),
+                moves=moved[k],
+                start=starts[k],
+            )
         )
     return tuple(rows)

@@ -1,17 +1,17 @@
 """Balance of a plan on recorded steps: moe_lb, moe_lb_step, the counting-noise floor, and what dispatch does to them.
 
-With even splitting, the load of a rank in a step is Σ over its slots of count(expert) ÷ copies. Per layer, over the steps that
-have tokens:
+With even splitting, the load of a rank in a step is Σ over its slots of count(expert) ÷ copies. Per layer, over the
+steps that have tokens:
 
 * ``moe_lb``       Σ_steps max_rank ÷ Σ_steps mean_rank      (the fraction of time: weights busy steps more)
 * ``moe_lb_step``  mean over steps of max_rank ÷ mean_rank
 
-and both are averaged over the layers that have tokens. The floor is what a perfectly planned placement would still show because
-counts are random: 1 + g(R) · √(mean counting-noise variance of a rank), g(R) = expected maximum of R standard normals, with
-Poisson counts split over the copies.
+and both are averaged over the layers that have tokens. The floor is what a perfectly planned placement would still show
+because counts are random: 1 + g(R) · √(mean counting-noise variance of a rank), g(R) = expected maximum of R standard
+normals, with Poisson counts split over the copies.
 
-Sums are exact: loads are integers in units of 1 ÷ lcm(1..16) token, and float64 products are used only where every partial sum
-stays below 2^53.
+Sums are exact: loads are integers in units of 1 ÷ lcm(1..16) token, and float64 products are used only where every
+partial sum stays below 2^53.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def layer_balance(
 ) -> LayerBalance | None:
     """Balance of one layer under ``dispatch``; None when the layer has no tokens in these steps.
 
-    ``even`` splits every expert equally, ``hash`` sends each token to a random replica (``rng`` decides), ``lp`` splits each step
-    as well as the replicas allow. Rows of ``slot_RS`` that are all -1 are dead ranks and are left out.
+    ``even`` splits every expert equally, ``hash`` sends each token to a random replica (``rng`` decides), ``lp`` splits
+    each step as well as the replicas allow. Rows of ``slot_RS`` that are all -1 are dead ranks and are left out.
     """
     if not counts_ME.any():
         return None
@@ -139,11 +139,12 @@ def hashed_loads(counts_ME: np.ndarray, slot_RS: np.ndarray, rng: np.random.Gene
 
 
 def best_split_loads(counts_ME: np.ndarray, slot_RS: np.ndarray, sweeps: int = 200, tol: float = 1e-5) -> np.ndarray:
-    """Rank loads [M, R] of the split of each step that makes the largest rank smallest (the linear-programming optimum).
+    """Rank loads [M, R] of the split of each step that makes the largest rank smallest (the linear-programming
+    optimum).
 
-    Replicated experts re-split their tokens over their holders in turn, each exactly (water filling). That minimises
-    Σ load², whose minimiser over these splits also has the smallest maximum (loads form a base polytope). Stops when no step's
-    peak moved by more than ``tol`` of its mean in a sweep.
+    Replicated experts re-split their tokens over their holders in turn, each exactly (water filling). That minimises Σ
+    load², whose minimiser over these splits also has the smallest maximum (loads form a base polytope). Stops when no
+    step's peak moved by more than ``tol`` of its mean in a sweep.
     """
     where = holders(slot_RS, counts_ME.shape[1])
     steps, ranks = counts_ME.shape[0], slot_RS.shape[0]

@@ -1,14 +1,14 @@
 """Swap search over one layer: exchange replicas between ranks until no exchange lowers the expected peak.
 
-Statement. A rank's future load (mean 1) is about Normal(μ, σ²); both are exact functions of the mean and covariance of expert
-loads. The plan's cost is Σ_ranks φ(b(μ − 1) + b²σ²/2 − x₀), with φ(x) = max(0, 1 + x/64)^64 ≈ exp: a Chernoff-type bound on the
-expected maximum, b = 1.5·√(2 ln R) ÷ mean σ, approached in stages from a smaller b. φ needs only additions and multiplications, so
-numpy and the compiled loop return the same bits on every machine. One step: take the costliest rank that has not failed yet,
-try every exchange of its slots with every slot of the other ranks, make the best one if it gains, else mark the rank.
-Ties go to the lowest (own slot, other slot).
+Statement. A rank's future load (mean 1) is about Normal(μ, σ²); both are exact functions of the mean and covariance of
+expert loads. The plan's cost is Σ_ranks φ(b(μ − 1) + b²σ²/2 − x₀), with φ(x) = max(0, 1 + x/64)^64 ≈ exp: a
+Chernoff-type bound on the expected maximum, b = 1.5·√(2 ln R) ÷ mean σ of the start. φ needs only additions and
+multiplications, so numpy and the compiled loop return the same bits on every machine. One step: take the costliest rank
+that has not failed yet, try every exchange of its slots with every slot of the other ranks, make the best one if it
+gains, else mark the rank. Ties go to the lowest (own slot, other slot).
 
-Covariance and not observed peaks: independent noise adds the same variance to every placement and cannot be fitted, while a
-search on the window's own peaks fits it.
+Covariance and not observed peaks: independent noise adds the same variance to every placement and cannot be fitted,
+while a search on the window's own peaks fits it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,26 @@ import numpy as np
 POWER_LOG2 = 6
 INV_POWER = 1.0 / (1 << POWER_LOG2)
 
+#: 1 + x/64 is cut here: its 64th power is 1e294, and sums over ranks stay finite.
+PHI_CAP = 4e4
+
+#: An exchange must also gain this fraction of the other rank's cost: next to a rank that costs far more than the first,
+#: rounding would pass for a gain, and two ranks could exchange the same experts for ever.
+KEEP = 1.0 - 1e-9
+
+#: Exchanges per slot after which a search stops; real searches make fewer than one.
+EXCHANGES_PER_SLOT = 32
+
 
 @dataclass(frozen=True)
 class SearchRules:
     """Fixed settings of one search.
 
-    ``stages`` multiply b, in order. ``tol`` is the least gain worth an exchange, as a fraction of the total cost. ``price`` is paid
-    per expert a rank must receive, in units of the mean rank cost; ``cap`` is the most that may be received in the layer.
+    ``tol`` is the least gain worth an exchange, as a fraction of ``_State.scale``. ``price`` is paid per expert a rank
+    must receive: 1 is the cost of a perfectly average rank (φ(0) = 1). ``cap`` is the most experts that may be received
+    in the layer.
     """
 
-    stages: tuple[float, ...] = (1.0,)
     tol: float = 1e-4
     price: float = 0.0
     cap: int | None = None
@@ -47,6 +57,7 @@ def phi(x: np.ndarray) -> np.ndarray:
     x *= INV_POWER
     x += 1.0
     np.maximum(x, 0.0, out=x)
+    np.minimum(x, PHI_CAP, out=x)
     for _ in range(POWER_LOG2):
         np.multiply(x, x, out=x)
     return x
@@ -62,35 +73,44 @@ def swap_search(
 ) -> tuple[np.ndarray, int]:
     """Improved slots [R, S] and the number of exchanges made.
 
-    ``mean_E`` and ``cov_EE`` are in units of the mean rank load. ``held_RE`` (bool) says which rank already holds which expert: with
-    it, exchanges pay ``rules.price`` per expert received and never exceed ``rules.cap``.
+    ``mean_E`` and ``cov_EE`` are in units of the mean rank load. ``held_RE`` (bool) says which rank already holds which
+    expert: with it, exchanges pay ``rules.price`` per expert received and never exceed ``rules.cap``.
     """
     state = _State(slot_RS, mean_E, cov_EE, copies_E, held_RE)
-    swaps = 0
-    for stage in rules.stages:
-        state.enter(stage * sharpness(slot_RS.shape[0]))
-        swaps += state.descend(rules)
+    swaps = state.descend(rules)
     return state.slot.reshape(slot_RS.shape), swaps
 
 
 class _State:
     """Slot-ordered arrays of one search; P = R·S slots, rank r owns slots r·S … r·S + S − 1."""
 
-    def __init__(self, slot_RS, mean_E, cov_EE, copies_E, held_RE):
+    def __init__(
+        self,
+        slot_RS: np.ndarray,
+        mean_E: np.ndarray,
+        cov_EE: np.ndarray,
+        copies_E: np.ndarray,
+        held_RE: np.ndarray | None,
+    ):
+        self.ranks: int
+        self.slots: int
         self.ranks, self.slots = slot_RS.shape
         self.slot = slot_RS.reshape(-1).copy()
-        self.part_E = 1.0 / copies_E
+        self.part_E: np.ndarray = 1.0 / copies_E
         self.load_E = mean_E * self.part_E
         self.cov_EE = cov_EE
         has = np.zeros((self.ranks, len(mean_E)), bool)
         has[np.repeat(np.arange(self.ranks), self.slots), self.slot] = True
         self.has_RE = has
-        self.new_RE = None if held_RE is None else (~held_RE).astype(np.int64)
-        self.received = 0 if self.new_RE is None else int(
-            self.new_RE[np.repeat(np.arange(self.ranks), self.slots), self.slot].sum())
+        # 1 where a rank would have to receive the expert; all zero without an old plan.
+        self.warm = held_RE is not None
+        self.new_RE = np.zeros(has.shape, np.int64) if held_RE is None else (~held_RE).astype(np.int64)
+        self.received = int(self.new_RE[np.repeat(np.arange(self.ranks), self.slots), self.slot].sum())
 
-    def enter(self, sharp: float) -> None:
-        """Start a stage: fix b from the present spread and rebuild everything that depends on it."""
+        self._fill(sharpness(self.ranks))
+
+    def _fill(self, sharp: float) -> None:
+        """Fix b from the spread of the start and compute everything that depends on it."""
         R, S = self.ranks, self.slots
         own = np.arange(R)
         part = self.part_E[self.slot]
@@ -138,14 +158,22 @@ class _State:
             out += v
         return out
 
+    def scale(self, a: int) -> float:
+        """The cost that gains on rank ``a`` are measured by: all ranks together, or R times ``a`` if that is less.
+
+        One rank that cannot be relieved may cost more than all others; it must not hide what they can gain.
+        """
+        return min(self.total(), self.ranks * float(self.phi_R[a]))
+
     def descend(self, rules: SearchRules) -> int:
-        """Exchange until every rank has failed once since the last change that touched it; returns the exchanges made."""
+        """Exchange until every rank has failed once since the last change that touched it; returns the exchanges
+        made."""
         swaps = 0
         live = np.ones(self.ranks, bool)
-        while True:
+        while swaps < EXCHANGES_PER_SLOT * len(self.slot):
             a = int(np.where(live, self.phi_R, -1.0).argmax())
             if not live[a]:
-                return swaps
+                break
             found = self._best(a, rules)
             if found is None:
                 live[a] = False
@@ -153,9 +181,11 @@ class _State:
             self._swap(a, *found)
             live[a] = live[found[1] // self.slots] = True
             swaps += 1
+        return swaps
 
     def _best(self, a: int, rules: SearchRules) -> tuple[int, int, float, float] | None:
-        """The best exchange of a slot of rank ``a``: (own slot, other slot, new x of a, new x of the other), or None."""
+        """The best exchange of a slot of rank ``a``: (own slot, other slot, new x of a, new x of the other), or
+        None."""
         R, S = self.ranks, self.slots
         P, lo, hi = R * S, a * S, a * S + S
         mine, k = self.slot[lo:hi], self.K2[lo:hi]
@@ -166,14 +196,14 @@ class _State:
         both -= k
         phi(both)
         cost = np.add(both[0], both[1], out=both[0]).reshape(S, R, S)
-        cost -= self.phi_R[None, :, None]
-        if self.new_RE is not None:
+        cost -= (self.phi_R * KEEP)[None, :, None]
+        if self.warm:
             self._charge(cost, a, rules)
         cost.reshape(S, P)[:, self.has_RE[a, self.slot]] = np.inf
         cost[self.has_RE[:, mine].T] = np.inf
         best = int(cost.argmin())
         i, p = divmod(best, P)
-        least = rules.tol * self.total()
+        least = rules.tol * self.scale(a)
         if not cost.reshape(-1)[best] < self.phi_R[a] - least:
             return None
         i += lo
@@ -191,16 +221,15 @@ class _State:
         mine = self.slot[lo:hi]
         in_SR = (self.new_RE[:, mine] - self.new_RE[a, mine][None, :]).T
         delta = in_SR[:, :, None] + out_P.reshape(1, R, S)
-        cost += delta * (rules.price * (self.total() / R))
+        cost += delta * rules.price
         if rules.cap is not None:
             cost[(delta > 0) & (self.received + delta > rules.cap)] = np.inf
 
     def _swap(self, a: int, i: int, p: int, x_a: float, x_b: float) -> None:
         S, b = self.slots, p // self.slots
         e, f = int(self.slot[i]), int(self.slot[p])
-        if self.new_RE is not None:
-            n = self.new_RE
-            self.received += int(n[a, f] - n[a, e] + n[b, e] - n[b, f])
+        new = self.new_RE
+        self.received += int(new[a, f] - new[a, e] + new[b, e] - new[b, f])
         self.slot[i], self.slot[p] = f, e
         for r in (a, b):
             self.has_RE[r] = False

@@ -1,9 +1,10 @@
 """``ExpertStats``: how many tokens every expert got in every step, and the ``.npz`` file that carries it.
 
-File (NumPy zip, no pickles): ``counts`` int64 [M steps, L layers, E experts]; ``tokens`` int64 [M]; ``layer_ids`` int64 [L];
-``layer_kinds`` text [L]; ``top_k`` and ``ep`` int64 scalars; ``config_digest``, ``weights_digest``, ``tool_version`` text scalars. Only
-``counts`` is required of a file made by somebody else. Files are hostile until proven otherwise: sizes are checked against the
-zip directory and every array header before a byte of data is read, and object arrays are refused.
+File (NumPy zip, no pickles): ``counts`` int64 [M steps, L layers, E experts]; ``tokens`` int64 [M]; ``layer_ids`` int64
+[L]; ``layer_kinds`` text [L]; ``top_k`` and ``ep`` int64 scalars; ``config_digest``, ``weights_digest``,
+``tool_version`` text scalars. Only ``counts`` is required of a file made by somebody else. Files are hostile until
+proven otherwise: sizes are checked against the zip directory and every array header before a byte of data is read, and
+object arrays are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import difflib
 import hashlib
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_engine.errors import ArtefactError
+from deepinfer_engine.errors import ArtefactError, NotReadyError
 
 #: Most bytes of arrays read from one file: 1000 steps x 61 layers x 384 experts of int64 are 0.19 GB.
 MAX_ARRAY_BYTES = 2 << 30
@@ -28,7 +30,17 @@ MAX_ARRAY_BYTES = 2 << 30
 #: An array header is a short Python literal; numpy's own limit is 10,000 characters.
 _MAX_HEADER = 10_000
 
-_ARRAYS = ("counts", "tokens", "layer_ids", "layer_kinds", "top_k", "ep", "config_digest", "weights_digest", "tool_version")
+_ARRAYS = (
+    "counts",
+    "tokens",
+    "layer_ids",
+    "layer_kinds",
+    "top_k",
+    "ep",
+    "config_digest",
+    "weights_digest",
+    "tool_version",
+)
 
 #: Counts recorded per physical slot carry the map they were recorded under.
 PHYSICAL = "physical_to_logical"
@@ -84,9 +96,11 @@ class ExpertStats:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the counts and what they belong to; independent of the file format they came in."""
-        h = hashlib.sha256(f"{self.counts_MLE.shape} {self.layer_ids} {self.config_digest} {self.weights_digest}".encode())
+        h = hashlib.sha256(
+            f"{self.counts_MLE.shape} {self.layer_ids} {self.config_digest} {self.weights_digest}".encode()
+        )
         for step in self.counts_MLE:
-            h.update(np.ascontiguousarray(step))
+            h.update(np.ascontiguousarray(step).data)
         return h.hexdigest()
 
     def window(self, lo: int, hi: int) -> ExpertStats:
@@ -114,10 +128,13 @@ def counts_from(raw: np.ndarray, where: str, axes: tuple[str, ...] = ("step", "l
         raw, axes = raw[None], ("step", *axes[-2:])
     if raw.ndim != 3:
         raise ArtefactError(
-            f"{where} has {raw.ndim} dimensions {list(raw.shape)}, expected 3 [steps, layers, experts] or 2 [layers, experts]"
+            f"{where} has {raw.ndim} dimensions {list(raw.shape)}, "
+            "expected 3 [steps, layers, experts] or 2 [layers, experts]"
         )
     if 0 in raw.shape:
-        raise ArtefactError(f"{where} is empty: {list(raw.shape)} [steps, layers, experts], expected at least 1 of each")
+        raise ArtefactError(
+            f"{where} is empty: {list(raw.shape)} [steps, layers, experts], expected at least 1 of each"
+        )
     if raw.dtype.kind not in "iuf":
         raise ArtefactError(f"{where} holds {raw.dtype.name}, expected integers")
 
@@ -125,7 +142,9 @@ def counts_from(raw: np.ndarray, where: str, axes: tuple[str, ...] = ("step", "l
         if bad.any():
             at = np.unravel_index(int(bad.argmax()), bad.shape)
             place = ", ".join(f"{name} {int(k)}" for name, k in zip(axes, at, strict=True))
-            raise ArtefactError(f"{where} at {place} is {raw[at]}: {what}", hint=f"nearest legal value: {nearest.format(raw[at])}")
+            raise ArtefactError(
+                f"{where} at {place} is {raw[at]}: {what}", hint=f"nearest legal value: {nearest.format(raw[at])}"
+            )
 
     if raw.dtype.kind == "f":
         refuse(~np.isfinite(raw), "not a finite number", "0 (drop the step if it was not recorded)")
@@ -147,7 +166,7 @@ def write_stats(stats: ExpertStats, path: Path) -> None:
     """Write the ``.npz``, compressed, under a temporary name that is then renamed."""
     arrays = {
         "counts": stats.counts_MLE,
-        "tokens": stats.tokens_M if stats.tokens_M is not None else stats.counts_MLE.sum(axis=2).max(axis=1) // (stats.top_k or 1),
+        "tokens": _tokens(stats),
         "layer_ids": np.array(stats.layer_ids, np.int64),
         "layer_kinds": np.array(stats.layer_kinds or [""] * stats.layers, dtype=np.str_),
         "top_k": np.int64(stats.top_k or 0),
@@ -159,6 +178,13 @@ def write_stats(stats: ExpertStats, path: Path) -> None:
     write_npz(path, arrays)
 
 
+def _tokens(stats: ExpertStats) -> np.ndarray:
+    """Tokens of every step; where they were not recorded, the fewest that can have routed so many."""
+    if stats.tokens_M is not None:
+        return stats.tokens_M
+    return -(-stats.counts_MLE.sum(axis=2).max(axis=1) // (stats.top_k or 1))
+
+
 def write_npz(path: Path, arrays: dict[str, Any]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -166,13 +192,14 @@ def write_npz(path: Path, arrays: dict[str, Any]) -> None:
             np.savez_compressed(f, allow_pickle=False, **arrays)
         os.replace(part, path)
     except OSError as e:
-        raise ArtefactError(f"cannot write {path}: {e.strerror}") from e
+        raise NotReadyError(f"cannot write {path}: {e.strerror}") from e
     finally:
         part.unlink(missing_ok=True)
 
 
 def read_npz(path: Path, limit: int = MAX_ARRAY_BYTES) -> dict[str, np.ndarray]:
-    """Arrays of a NumPy zip. Nothing is allocated before all names, dtypes and sizes have been found legal and ≤ ``limit``."""
+    """Arrays of a NumPy zip. Nothing is allocated before all names, dtypes and sizes have been found legal and ≤
+    ``limit``."""
     try:
         with zipfile.ZipFile(path) as z:
             infos = z.infolist()
@@ -188,7 +215,10 @@ def read_npz(path: Path, limit: int = MAX_ARRAY_BYTES) -> dict[str, np.ndarray]:
                     shape, dtype, fortran, offset = _header(f, f"{path}: {name}")
                 size = int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
                 if size + offset != info.file_size:
-                    raise ArtefactError(f"{path}: {name} says {size} bytes {list(shape)} {dtype}, the file holds {info.file_size - offset}")
+                    raise ArtefactError(
+                        f"{path}: {name} says {size} bytes {list(shape)} {dtype}, "
+                        f"the file holds {info.file_size - offset}"
+                    )
                 total += size
                 if total > limit:
                     raise ArtefactError(
@@ -200,7 +230,7 @@ def read_npz(path: Path, limit: int = MAX_ARRAY_BYTES) -> dict[str, np.ndarray]:
         raise ArtefactError(f"{path}: damaged or not a NumPy .npz file: {e}") from e
     except OSError as e:
         raise ArtefactError(f"cannot read {path}: {e.strerror or e}") from e
-    except zipfile.zlib.error as e:  # type: ignore[attr-defined]
+    except zlib.error as e:
         raise ArtefactError(f"{path}: damaged data: {e}") from e
 
 
@@ -239,13 +269,17 @@ def _header(f: Any, where: str) -> tuple[tuple[int, ...], np.dtype, bool, int]:
     except (SyntaxError, ValueError, TypeError, KeyError, UnicodeDecodeError, RecursionError, MemoryError) as e:
         raise ArtefactError(f"{where}: damaged array header") from e
     if dtype.hasobject:
-        raise ArtefactError(f"{where}: holds Python objects (a pickle), which are never loaded", hint="save plain integer arrays")
+        raise ArtefactError(
+            f"{where}: holds Python objects (a pickle), which are never loaded", hint="save plain integer arrays"
+        )
     if dtype.kind not in "iufUSb":
         raise ArtefactError(f"{where}: holds {dtype}, expected integers or text")
     return shape, dtype, fortran, 8 + width + length
 
 
-def _data(z: zipfile.ZipFile, info: zipfile.ZipInfo, shape: tuple[int, ...], dtype: np.dtype, fortran: bool, offset: int) -> np.ndarray:
+def _data(
+    z: zipfile.ZipFile, info: zipfile.ZipInfo, shape: tuple[int, ...], dtype: np.dtype, fortran: bool, offset: int
+) -> np.ndarray:
     with z.open(info) as f:
         f.read(offset)
         return _shaped(f.read(), shape, dtype, fortran)
@@ -287,16 +321,24 @@ def stats_from(arrays: dict[str, np.ndarray], where: str) -> ExpertStats:
             raise ArtefactError(f"{where}: {name} is {got.dtype} {list(got.shape)}, expected one value")
         return got.reshape(-1)[0].item()
 
-    tokens, ids, kinds = vector("tokens", steps, "iu"), vector("layer_ids", layers, "iu"), vector("layer_kinds", layers, "U")
+    tokens, ids, kinds = (
+        vector("tokens", steps, "iu"),
+        vector("layer_ids", layers, "iu"),
+        vector("layer_kinds", layers, "U"),
+    )
     top_k, ep = scalar("top_k", "iu") or None, scalar("ep", "iu") or None
     if tokens is not None and (tokens < 0).any():
-        raise ArtefactError(f"{where}: tokens of step {int((tokens < 0).argmax())} is {tokens[(tokens < 0).argmax()]}, expected 0 or more")
+        raise ArtefactError(
+            f"{where}: tokens of step {int((tokens < 0).argmax())} is {tokens.min()}, expected 0 or more"
+        )
     if tokens is not None and top_k is not None:
         most = counts.sum(axis=2).max(axis=1)
         wrong = most > tokens.astype(np.int64) * top_k
         if wrong.any():
             m = int(wrong.argmax())
-            raise ArtefactError(f"{where}: step {m} routed {most[m]} tokens, tokens x top_k allows {int(tokens[m]) * top_k}")
+            raise ArtefactError(
+                f"{where}: step {m} routed {most[m]} tokens, tokens x top_k allows {int(tokens[m]) * top_k}"
+            )
     return ExpertStats(
         counts, tuple(range(layers)) if ids is None else tuple(int(k) for k in ids),
         None if tokens is None else tokens.astype(np.int64), () if kinds is None else tuple(map(str, kinds)), top_k, ep,

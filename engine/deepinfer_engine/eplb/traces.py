@@ -1,10 +1,11 @@
-"""Synthetic and re-batched routing traces: token counts [steps, layers, experts] with the structure that planners live on.
+"""Synthetic and re-batched routing traces: token counts [steps, layers, experts] with the structure that planners live
+on.
 
 A step's shares are a mixture over the topics of the requests in flight: popularity · topic tilt, where popularity is
-log-normal per layer (a few experts several times the mean) and each topic multiplies a sparse subset of experts. Requests
-live for a number of steps, so the mixture is correlated in time; the domain that new requests come from drifts and sometimes switches;
-low-rank shocks move groups of experts together from step to step; counts are Poisson. ``TraceSpec`` holds every number; the
-presets live in ``recipes/eplb/*.yaml``.
+log-normal per layer (a few experts several times the mean) and each topic multiplies a sparse subset of experts.
+Requests live for a number of steps, so the mixture is correlated in time; the domain that new requests come from drifts
+and sometimes switches; low-rank shocks move groups of experts together from step to step; counts are Poisson.
+``TraceSpec`` holds every number; the presets live in ``recipes/eplb/*.yaml``.
 
 ``rebatched`` turns recorded per-token top-k ids of a real model into decode-like or prefill-like steps.
 """
@@ -87,7 +88,9 @@ def synthetic(spec: TraceSpec, steps: int, seed: int) -> np.ndarray:
         share_KE /= share_KE.sum(axis=1, keepdims=True)
         rate_ME = mix_MK @ share_KE
         if spec.shock > 0:
-            push = rng.normal(0, 1, (steps, spec.shock_rank)) @ rng.normal(0, spec.shock, (spec.shock_rank, spec.experts))
+            push = rng.normal(0, 1, (steps, spec.shock_rank)) @ rng.normal(
+                0, spec.shock, (spec.shock_rank, spec.experts)
+            )
             rate_ME *= np.exp(push)
             rate_ME /= rate_ME.sum(axis=1, keepdims=True)
         counts[:, layer] = rng.poisson(rate_ME * spec.routed_per_step)
@@ -98,7 +101,8 @@ def synthetic(spec: TraceSpec, steps: int, seed: int) -> np.ndarray:
 class RoutingSpec:
     """Recorded routing re-batched into steps.
 
-    ``mode`` decode: ``tokens_per_step`` sequences advance one token a step; prefill: a step is whole sequences until that many tokens.
+    ``mode`` decode: ``tokens_per_step`` sequences advance one token a step; prefill: a step is whole sequences until
+    that many tokens.
     """
 
     files: tuple[str, ...]
@@ -131,7 +135,10 @@ def rebatched(
     rng = np.random.default_rng(seed)
     experts = int(max(s.max() for s in sequences)) + 1
     order = rng.permutation(len(sequences))
-    halves = [sequences[i][:: spec.layer_stride] for i in order[::2]], [sequences[i][:: spec.layer_stride] for i in order[1::2]]
+    halves = (
+        [sequences[i][:: spec.layer_stride] for i in order[::2]],
+        [sequences[i][:: spec.layer_stride] for i in order[1::2]],
+    )
     make = _decode_steps if spec.mode == "decode" else _prefill_steps
     first = make(halves[0], train_steps, spec.tokens_per_step, experts, rng)
     return first, make(halves[1], next_steps, spec.tokens_per_step, experts, rng)
@@ -143,8 +150,11 @@ def _counts(ids_LTK: np.ndarray, experts: int) -> np.ndarray:
     return np.bincount(flat.reshape(-1), minlength=layers * experts).reshape(layers, experts)
 
 
-def _decode_steps(pool: list[np.ndarray], steps: int, running: int, experts: int, rng: np.random.Generator) -> np.ndarray:
-    """``running`` sequences, each one token further every step; a finished one is replaced by a random one from its start."""
+def _decode_steps(
+    pool: list[np.ndarray], steps: int, running: int, experts: int, rng: np.random.Generator
+) -> np.ndarray:
+    """``running`` sequences, each one token further every step; a finished one is replaced by a random one from its
+    start."""
     lengths = np.array([s.shape[1] for s in pool])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.concatenate(pool, axis=1)
@@ -160,7 +170,9 @@ def _decode_steps(pool: list[np.ndarray], steps: int, running: int, experts: int
     return out
 
 
-def _prefill_steps(pool: list[np.ndarray], steps: int, tokens: int, experts: int, rng: np.random.Generator) -> np.ndarray:
+def _prefill_steps(
+    pool: list[np.ndarray], steps: int, tokens: int, experts: int, rng: np.random.Generator
+) -> np.ndarray:
     """Every step takes random whole sequences until it has ``tokens``; the last one is cut."""
     out = np.empty((steps, pool[0].shape[0], experts), np.int64)
     for t in range(steps):

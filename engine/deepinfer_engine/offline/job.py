@@ -15,7 +15,7 @@ from deepinfer_engine.offline.lines import Item
 from deepinfer_engine.tokens.protocol import Answer, ChatCodec, ChatPrompt
 from deepinfer_engine.types import Completion, GrammarSpec, Request
 
-#: kind of constraint that the codec finds in a body → ours; tool calls with automatic choice stay free
+#: kind of constraint that the codec finds in a body → ours
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex"}
 
 
@@ -64,10 +64,8 @@ def _constraint(chat: ChatPrompt) -> GrammarSpec | None:
     if chat.constraint is None:
         return None
     kind, schema = chat.constraint
-    if kind == "tool_call":
-        return None
-    if kind == "tool_call_required":
-        return GrammarSpec("tools", schema)
+    if kind in ("tool_call", "tool_call_required"):
+        return GrammarSpec("tools" if kind == "tool_call" else "tools_required", schema)
     if kind == "json" and not schema:
         return GrammarSpec("json_object")
     if kind not in _CONSTRAINTS:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
+import numpy as np
+
+from deepinfer_engine.sample.grammar import GrammarState
 from deepinfer_engine.sample.stops import Cut, StopScanner
 from deepinfer_engine.tokens import tokenizer as spelling
 from deepinfer_engine.tokens.tokenizer import Tokenizer
@@ -53,6 +56,7 @@ class AnswerTrack:
         self._scanner: StopScanner[TokenEvent] | None = StopScanner(sampling.stop) if sampling.stop else None
         self._everywhere = sampling.stop_scope == "all"
         self.thinking = marks.open_at_end(seq.request.token_ids)
+        self.grammar: GrammarState | None = None
         self.kept: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.cut: Cut | None = None
@@ -62,6 +66,9 @@ class AnswerTrack:
         """Add a token of the answer; events that may be shown now. ``cut`` is set when a stop string was met."""
         assert self.cut is None
         event = TokenEvent(self._request_id, token, self._index, logprob)
+        if self.grammar is not None and not self.thinking:
+            allowed = self.grammar.accept(token)
+            assert allowed, f"token {token} was drawn outside the grammar"
         if token == self._marks.end:
             was, self.thinking = self.thinking, False
         elif token == self._marks.start:
@@ -74,6 +81,12 @@ class AnswerTrack:
             return self._show([*self._scanner.flush(), event])
         events, self.cut = self._scanner.push(event, self._tokenizer.token_bytes(token))
         return self._show(events)
+
+    def mask(self, thoughts: np.ndarray) -> np.ndarray | None:
+        """int32 words of the tokens the grammar allows now (``thoughts`` inside the reasoning); None: all."""
+        if self.grammar is None:
+            return None
+        return thoughts if self.thinking else self.grammar.mask()
 
     def finish(self) -> list[TokenEvent]:
         """Events still held back when the answer ended for another reason than a stop string."""

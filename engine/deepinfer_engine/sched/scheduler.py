@@ -188,12 +188,14 @@ class Scheduler:
             stop=self.reuse.stop,
         )
         rows = (*decode.rows, *prefill)
-        for row in rows:
-            seq = self.running[row.seq_id]
-            seq.num_computed = row.start + row.count
-            if row.sample:
+        running, shares = self.running, self.reuse.tiers is not None
+        for uid, _, start, count, _, sample, _ in rows:
+            seq = running[uid]
+            seq.num_computed = start + count
+            if sample:
                 seq.pending += 1
-            self.reuse.advance(seq)
+            if shares:
+                self.reuse.advance(seq)
         self._step += 1
         gone = tuple(s.uid for s in decode.preempt)
         return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves(bool(rows)))

@@ -7,6 +7,9 @@ Source: DeepSeek-V4.1-Flash inference kernels (number formats), tables of the OC
 
 from __future__ import annotations
 
+import functools
+import struct
+
 import torch
 from torch import Tensor
 
@@ -34,9 +37,14 @@ def _groups(x: Tensor, size: int) -> Tensor:
 
 def ceil_pow2_exponent(amax: Tensor, limit: float) -> Tensor:
     """k with 2^k = the smallest power of two >= amax · f32(1/limit); int32, same shape. ``amax`` > 0."""
-    q = amax.float() * torch.tensor(1.0 / limit, dtype=torch.float32)
+    q = amax.float() * _f32(1.0 / limit)
     bits = q.contiguous().view(torch.int32)
     return ((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+
+
+def _f32(x: float) -> float:
+    """``x`` rounded to f32, as a Python number."""
+    return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def exp2i(k: Tensor) -> Tensor:
@@ -68,13 +76,20 @@ def e2m1_encode(x: Tensor) -> Tensor:
     mag = x.abs().clamp(max=E2M1_MAX)
     step = torch.where(mag < 2, 0.5, torch.where(mag < 4, 1.0, 2.0))
     doubled = (torch.round(mag / step) * step * 2).to(torch.int64)  # torch.round ties to even
-    code = torch.tensor(_CODE_OF_DOUBLE, dtype=torch.uint8, device=x.device)[doubled]
+    code = _table(_CODE_OF_DOUBLE, torch.uint8, x.device)[doubled]
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def e2m1_value(code: Tensor) -> Tensor:
     """f32 value of E2M1 codes 0..15."""
-    return torch.tensor(E2M1_VALUES, dtype=torch.float32, device=code.device)[code.long()]
+    return _table(E2M1_VALUES, torch.float32, code.device)[code.long()]
+
+
+@functools.cache
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A lookup table on its device, made once: making it again would wait for the device each time."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:

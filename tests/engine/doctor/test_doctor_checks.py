@@ -354,7 +354,21 @@ def test_operations_list_choices_and_passed_over_candidates():
     listed = " ".join(line.partition(": ")[2] for line in finding.details)
     assert all(op in listed for op in OPS)
     (finding,) = implementations.check_implementations(profile("cpu-nano", "numerics.mode=reference"), "cpu")
-    assert any(d.startswith("moe_experts: not torch, honours fast numerics, not reference") for d in finding.details)
+    assert "not torch (honours fast numerics, not reference): moe_experts" in finding.details
+
+
+def test_unbuilt_kernels_cost_speed_and_name_the_command(tmp_path):
+    empty = profile("cpu-nano", f"kernels.cache_dir={tmp_path}")
+    (finding,) = implementations.check_compiled(empty, "cpu")
+    assert finding.status == "warn" and finding.fix == "deepinfer build-kernels --target cpu"
+    (listed,) = implementations.check_implementations(empty, "cpu")
+    assert listed.status == "pass"
+    assert any(d.startswith("not cpu (not built for this machine: deepinfer build-kernels") for d in listed.details)
+    assert implementations.check_compiled(None, "sm90") == []
+    (held,) = implementations.check_implementations(
+        profile("cpu-nano", f"kernels.cache_dir={tmp_path}", "kernels.backend=cpu"), "cpu"
+    )
+    assert held.status == "fail" and "not built for this machine" in held.found
 
 
 def test_operation_without_an_implementation_fails_with_the_reasons():

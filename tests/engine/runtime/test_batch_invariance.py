@@ -24,7 +24,7 @@ from tests.tiny_model import write_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), n_routed_experts=6, hc_sinkhorn_iters=3)
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 class Mix:
@@ -37,13 +37,13 @@ class Mix:
         self.model, self.mesh, self.config = loaded.model, loaded.mesh, checkpoint.config
         self.layout = KVLayout.of(self.config, records=self.ops.numerics.records)
         rng = random.Random(0)
-        self.texts = [[rng.randrange(3, 370) for _ in range(rng.randrange(25, 75))] for _ in range(10)]
+        self.texts = [[rng.randrange(3, 370) for _ in range(rng.randrange(25, 55))] for _ in range(10)]
         self.alone = [self.run([i], None)[i] for i in range(len(self.texts))]
 
     def check(self, seed: int) -> None:
         """A random subset in random order, each text in one or two chunks, against each text alone and whole."""
         rng = random.Random(seed)
-        chosen = rng.sample(range(len(self.texts)), rng.randrange(1, 5))
+        chosen = rng.sample(range(len(self.texts)), rng.randrange(1, 4))
         for i, logits in self.run(chosen, rng).items():
             assert torch.equal(logits, self.alone[i]), f"composition {seed}, text {i}"
 

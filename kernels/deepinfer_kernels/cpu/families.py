@@ -1,0 +1,22 @@
+"""The families of compiled operations: what each library computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from deepinfer_kernels.cpu import attention, cache, engram, hyper, index, linear, moe, norm
+from deepinfer_kernels.cpu.library import Library
+
+
+class Family(NamedTuple):
+    """One C++ source: its library, and the Python side of its operations by name."""
+
+    library: Library
+    operations: dict[str, Callable[..., Any]]
+
+
+FAMILIES: dict[str, Family] = {
+    module.LIBRARY.family: Family(module.LIBRARY, {fn.__name__: fn for fn in module.OPERATIONS})
+    for module in (attention, cache, engram, hyper, index, linear, moe, norm)
+}

@@ -1,0 +1,121 @@
+// Router, routed experts, shared expert, and the permutation around them.
+#include <algorithm>
+#include <cmath>
+#include "panel.h"
+
+// x [T, H] bf16, weight [E, H] f32, bias [E] or one row per token (stride E) -> ids [T, k] ascending, w [T, k]
+EXPORT void gate_topk(const uint16_t* x, const float* weight, const float* bias, int64_t bias_stride, int64_t* ids,
+                      float* w, int64_t T, int64_t H, int64_t E, int64_t k, int32_t normalise, float scale,
+                      float temperature) {
+    const int64_t block = 16;
+    float* wide = scratch<float, 0>(block * H);
+    float* score = scratch<float, 1>(block * E);
+    char* taken = scratch<char, 2>(E);
+    for (int64_t start = 0; start < T; start += block) {
+        const int64_t rows = T - start < block ? T - start : block;
+        for (int64_t i = 0; i < rows * H; i++) wide[i] = widen(x[start * H + i]);
+        product<Float>(wide, H, rows, weight, H, E, H, score, E);
+        for (int64_t r = 0; r < rows; r++) {
+            float* s = score + r * E;
+            const float* b = bias + (start + r) * bias_stride;
+            for (int64_t e = 0; e < E; e++) {
+                const float z = s[e] / temperature;
+                s[e] = std::sqrt(z > 20.0f ? z : std::log1p(std::exp(z)));  // 20: where softplus is its argument
+            }
+            std::fill(taken, taken + E, (char)0);
+            for (int64_t n = 0; n < k; n++) {
+                int64_t best = -1;
+                for (int64_t e = 0; e < E; e++)  // strictly greater: the lowest id wins a tie
+                    if (!taken[e] && (best < 0 || s[e] + b[e] > s[best] + b[best])) best = e;
+                taken[best] = 1;
+            }
+            int64_t* id = ids + (start + r) * k;
+            float* out = w + (start + r) * k;
+            float sum = 0;
+            int64_t n = 0;
+            for (int64_t e = 0; e < E; e++)
+                if (taken[e]) {
+                    id[n] = e;
+                    sum += out[n++] = s[e];
+                }
+            for (n = 0; n < k; n++) {
+                if (normalise && k > 1) out[n] = out[n] / (sum + 1e-20f);
+                out[n] = out[n] * scale;
+            }
+        }
+    }
+}
+
+// silu(min(g, limit)) * clamp(u, +-limit) * factor, over g in place
+INLINE void swiglu(uint16_t* g, const uint16_t* u, int64_t I, float limit, float factor) {
+    for (int64_t i = 0; i < I; i += 16) {
+        F16 gate = smaller(load_bf16(g + i, I - i), splat(limit));
+        F16 up = larger(smaller(load_bf16(u + i, I - i), splat(limit)), splat(-limit));
+        store_bf16(g + i, gate / (1.0f + exp16(-gate)) * up * factor, I - i);
+    }
+}
+
+// One expert on rows of x [rows, H]: w1, w3 [I, H], w2 [H, I], factor [rows] or null -> y [rows, H]
+static void expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, const uint16_t* w2, const float* factor,
+                   uint16_t* y, int64_t rows, int64_t H, int64_t I, float limit) {
+    const int64_t block = 64;  // rows whose intermediate values stay in the first cache
+    uint16_t* g = scratch<uint16_t, 3>(block * I);
+    uint16_t* u = scratch<uint16_t, 4>(block * I);
+    for (int64_t r = 0; r < rows; r += block) {
+        const int64_t n = rows - r < block ? rows - r : block;
+        panel_product(x + r * H, H, n, w1, H, I, H, g, I);
+        panel_product(x + r * H, H, n, w3, H, I, H, u, I);
+        for (int64_t i = 0; i < n; i++) swiglu(g + i * I, u + i * I, I, limit, factor ? factor[r + i] : 1.0f);
+        panel_product(g, I, n, w2, I, H, I, y + r * H, H);
+    }
+}
+
+// x [M, H] sorted by slot, counts [S], weights [S, ...], factor [M] -> y [M, H]; returns the sum of the counts, and
+// computes nothing where that is not M
+EXPORT int64_t moe_experts(const uint16_t* x, const int64_t* counts, const uint16_t* w1, const uint16_t* w3,
+                           const uint16_t* w2, const float* factor, uint16_t* y, int64_t M, int64_t S, int64_t H,
+                           int64_t I, float limit) {
+    int64_t start = 0, total = 0;
+    for (int64_t s = 0; s < S; s++) total += counts[s];
+    if (total != M) return total;
+    for (int64_t s = 0; s < S; start += counts[s], s++)
+        if (counts[s])
+            expert(x + start * H, w1 + s * I * H, w3 + s * I * H, w2 + s * H * I, factor + start, y + start * H,
+                   counts[s], H, I, limit);
+    return total;
+}
+
+EXPORT void shared_expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, const uint16_t* w2, uint16_t* y,
+                          int64_t rows, int64_t H, int64_t I, float limit) {
+    expert(x, w1, w3, w2, nullptr, y, rows, H, I, limit);
+}
+
+// y [T * k, H] in slot order, order [T * k], shared [T, H] -> out [T, H]; f32 sum in order of the choices
+EXPORT void moe_combine(const uint16_t* y, const int64_t* order, const uint16_t* shared, uint16_t* out, int64_t T,
+                        int64_t k, int64_t H) {
+    for (int64_t t = 0; t < T; t++, order += k, shared += H, out += H)
+        for (int64_t h = 0; h < H; h += 16) {
+            F16 sum = load_bf16(y + order[0] * H + h, H - h);
+            for (int64_t n = 1; n < k; n++) sum = sum + load_bf16(y + order[n] * H + h, H - h);
+            store_bf16(out + h, sum + load_bf16(shared + h, H - h), H - h);
+        }
+}
+
+// slots [pairs], k choices per token -> token, order [pairs], counts [S]; returns the first pair whose slot is out of
+// range, or -1
+EXPORT int64_t dispatch_permute(const int64_t* slots, int64_t* token, int64_t* order, int64_t* counts, int64_t pairs,
+                                int64_t k, int64_t S) {
+    int64_t* next = scratch<int64_t, 5>(S + 1);
+    std::fill(counts, counts + S, 0);
+    for (int64_t p = 0; p < pairs; p++) {
+        if (slots[p] < 0 || slots[p] >= S) return p;
+        counts[slots[p]]++;
+    }
+    next[0] = 0;
+    for (int64_t s = 0; s < S; s++) next[s + 1] = next[s] + counts[s];
+    for (int64_t p = 0; p < pairs; p++) {
+        order[p] = next[slots[p]]++;
+        token[order[p]] = p / k;
+    }
+    return -1;
+}

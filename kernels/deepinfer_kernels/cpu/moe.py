@@ -1,0 +1,91 @@
+"""Router, routed experts over physical slots, shared expert, and the permutation around them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.cpu.library import Library, bf16, f32, i64
+from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.moe import ExpertBank
+from deepinfer_kernels.reference.numerics import Numerics
+
+LIBRARY = Library(
+    "moe",
+    gate_topk="pppippiiiiwff",
+    moe_experts="pppppppiiiif>i",
+    shared_expert="pppppiiif",
+    moe_combine="ppppiii",
+    dispatch_permute="ppppiii>i",
+)
+
+
+def gate_topk(
+    num: Numerics, x: Tensor, weight: Tensor, bias: Tensor, *, k: int, normalise: bool, scale: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(expert ids [T, k] ascending int64, weights [T, k] f32). ``bias`` [E], or one row per token."""
+    x, weight, bias = bf16(x), f32(weight), f32(bias)
+    (T, H), E = x.shape, weight.shape[0]
+    if weight.shape[1] != H or bias.shape not in ((E,), (T, E)) or not 0 < k <= E:
+        raise ValueError(f"tokens {(T, H)}, router {tuple(weight.shape)}, bias {tuple(bias.shape)}, {k} choices")
+    ids, w = torch.empty((T, k), dtype=torch.int64), torch.empty((T, k))
+    stride = E if bias.dim() == 2 else 0
+    at = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), stride, ids.data_ptr(), w.data_ptr())
+    LIBRARY.gate_topk(*at, T, H, E, k, normalise, scale, temperature)
+    return ids, w
+
+
+def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float) -> Tensor:
+    """Expert outputs [M, H] of ``rows`` [M, H] sorted by slot; ``counts`` [S] int64 rows per slot; weight [M]."""
+    x, counts, weight = bf16(rows), i64(counts), f32(weight)
+    w1, w3, w2 = bf16(bank.w1.dense), bf16(bank.w3.dense), bf16(bank.w2.dense)
+    (M, H), (S, I) = x.shape, w1.shape[:2]  # noqa: E741 — I is the expert width
+    if w1.shape != (S, I, H) or w3.shape != w1.shape or w2.shape != (S, H, I) or counts.shape != (S,):
+        shapes = [tuple(t.shape) for t in (w1, w3, w2, counts)]
+        raise ValueError(f"rows {(M, H)}, weights and counts {shapes}")
+    if weight.shape != (M,):
+        raise ValueError(f"{M} rows, routing weights {tuple(weight.shape)}")
+    y = torch.empty_like(x)
+    at = [t.data_ptr() for t in (x, counts, w1, w3, w2, weight, y)]
+    total = LIBRARY.moe_experts(*at, M, S, H, I, limit)
+    if total != M:
+        raise ValueError(f"{M} rows, but the counts add up to {total}")
+    return y
+
+
+def shared_expert(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float) -> Tensor:
+    """The always-on expert. [T, H] → [T, H]."""
+    x, a, b, c = bf16(x), bf16(w1.dense), bf16(w3.dense), bf16(w2.dense)
+    (T, H), I = x.shape, a.shape[0]  # noqa: E741
+    if a.shape != (I, H) or b.shape != (I, H) or c.shape != (H, I):
+        raise ValueError(f"tokens {(T, H)}, weights {[tuple(w.shape) for w in (a, b, c)]}")
+    y = torch.empty_like(x)
+    LIBRARY.shared_expert(x.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(), y.data_ptr(), T, H, I, limit)
+    return y
+
+
+def moe_combine(num: Numerics, y: Tensor, order: Tensor, shared: Tensor, k: int) -> Tensor:
+    """[T, H]: Σ over the k expert rows of each token in order, plus the shared expert, rounded once."""
+    y, order, shared = bf16(y), i64(order), bf16(shared)
+    T, H = shared.shape
+    if y.shape != (T * k, H) or order.shape != (T * k,):
+        raise ValueError(f"{T} tokens of {k} choices, rows {tuple(y.shape)}, order {tuple(order.shape)}")
+    out = torch.empty_like(shared)
+    LIBRARY.moe_combine(y.data_ptr(), order.data_ptr(), shared.data_ptr(), out.data_ptr(), T, k, H)
+    return out
+
+
+def dispatch_permute(num: Numerics, slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort (token, choice) pairs [T, k] by slot: (source token, place of each pair, rows per slot), stable."""
+    slots = i64(slots)
+    pairs, k = slots.numel(), slots.shape[1]
+    token, order = torch.empty(pairs, dtype=torch.int64), torch.empty(pairs, dtype=torch.int64)
+    counts = torch.empty(num_slots, dtype=torch.int64)
+    at = (slots.data_ptr(), token.data_ptr(), order.data_ptr(), counts.data_ptr())
+    bad = LIBRARY.dispatch_permute(*at, pairs, k, num_slots)
+    if bad >= 0:
+        raise IndexError(f"slot {int(slots.flatten()[bad])} is not in 0..{num_slots - 1}")
+    return token, order, counts
+
+
+OPERATIONS = (gate_topk, moe_experts, shared_expert, moe_combine, dispatch_permute)

@@ -1,0 +1,133 @@
+"""``deepinfer build-kernels``: what is built, what is found again, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepinfer_cli import main as cli
+from deepinfer_kernels.cpu import build as building
+from deepinfer_kernels.cpu.families import FAMILIES
+
+TEXTS = Path(__file__).parent / "texts"
+
+
+def run(args, capsys):
+    code = cli.main(["build-kernels", *args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> list[str]:
+    return ["--set", f"kernels.cache_dir={tmp_path / 'kernels'}"]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for the C++ compiler: a script whose version and success can be chosen."""
+
+    def make(version: str = "1.0", then: str = 'for last; do :; done; echo built > "$out"') -> None:
+        script = tmp_path / "c++"
+        lines = ["#!/bin/sh", f'[ "$1" = --version ] && echo "cc {version}" && exit 0']
+        lines += ['while [ "$1" != -o ]; do shift; done; out=$2', then]
+        script.write_text("\n".join(lines) + "\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+
+    make()
+    return make
+
+
+def test_help_is_the_kept_one(capsys, monkeypatch):
+    """``COLUMNS=100 python -m deepinfer_cli build-kernels --help`` writes it anew."""
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = run(["--help"], capsys)
+    assert code == 0 and out == (TEXTS / "help_build_kernels.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100", "ascend950"])
+def test_targets_without_kernels_are_refused_with_what_can_be_built(capsys, target):
+    code, out, err = run(["--target", target], capsys)
+    assert code == 3 and out == ""
+    assert f"no kernels for {target} in this version: --target cpu is what can be built" in err
+
+
+def test_a_library_is_built_once_and_serves_every_operation_of_its_family(capsys, cache, tmp_path):
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        pytest.skip("no C++ compiler on the path")
+    arguments = ["--target", "cpu", "--ops", "rms_norm, rope", "--format", "json", *cache]
+    code, out, _ = run(arguments, capsys)
+    document = json.loads(out)
+    assert code == 0 and document["schema"] == "deepinfer/build-kernels/1" and document["target"] == "cpu"
+    rows = document["rows"]
+    assert [(r["op"], r["status"]) for r in rows] == [("rms_norm", "built"), ("rope", "built")]
+    assert rows[0]["file"] == rows[1]["file"] and rows[0]["seconds"] > 0
+    files = sorted(p.name for p in (tmp_path / "kernels" / "cpu").iterdir())
+    assert files == [".lock", Path(rows[0]["file"]).name], "nothing temporary is left"
+    assert FAMILIES["norm"].library.missing(tmp_path / "kernels") is None
+    again = json.loads(run(arguments, capsys)[1])["rows"]
+    assert [r["status"] for r in again] == ["cached", "cached"]
+
+
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(capsys, cache, compiler, tmp_path):
+    code, out, _ = run(["--target", "cpu", "--dry-run", "--format", "csv", *cache], capsys)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and {r["status"] for r in rows} == {"missing"}
+    assert [r["op"] for r in rows] == [name for family in FAMILIES.values() for name in family.operations]
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_another_compiler_and_a_damaged_library_are_built_anew(capsys, cache, compiler, tmp_path):
+    arguments = ["--target", "cpu", "--ops", "rope", "--format", "jsonl", *cache]
+
+    def status() -> tuple[str, Path]:
+        row = json.loads(run(arguments, capsys)[1])
+        return row["status"], Path(row["file"])
+
+    first, path = status()
+    assert (first, status()[0]) == ("built", "cached")
+    path.write_text("b")
+    assert status()[0] == "built" and path.read_text() == "built\n"
+    compiler("2.0")
+    second, other = status()
+    assert second == "built" and other != path
+
+
+def test_a_failing_compiler_is_exit_4_with_its_message(capsys, cache, compiler, tmp_path):
+    compiler(then="echo 'x.cpp:1:1: error: no such thing' >&2; exit 1")
+    code, out, err = run(["--target", "cpu", "--ops", "rope", *cache], capsys)
+    assert code == 4 and "failed" in out
+    assert "1 of 1 libraries were not built, first norm: x.cpp:1:1: error: no such thing" in err
+    assert [p.name for p in (tmp_path / "kernels" / "cpu").iterdir()] == [".lock"]
+
+
+def test_what_stands_in_the_way_is_exit_3(capsys, cache, compiler, tmp_path, monkeypatch):
+    (tmp_path / "kernels").write_text("a file")
+    code, _, err = run(["--target", "cpu", *cache], capsys)
+    assert code == 3 and "cannot be written" in err
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, _, err = run(["--target", "cpu", *cache], capsys)
+    assert code == 3 and "no C++ compiler: no-such-compiler is not on the path" in err and "apt install g++" in err
+
+
+def test_misspelt_operations_and_forms_are_usage_errors(capsys, cache):
+    code, _, err = run(["--target", "cpu", "--ops", "rms_nrom", *cache], capsys)
+    assert code == 2 and "no compiled operation named 'rms_nrom'" in err and "rms_norm" in err
+    assert run(["--target", "cpu", "--format", "text", *cache], capsys)[0] == 2
+    assert run(["--target", "tpu", *cache], capsys)[0] == 2
+
+
+def test_concurrent_builds_wait_for_each_other(compiler, tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    found = building.Compiler.find()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(building.build, ["norm"], found, tmp_path) for _ in range(2)]
+        assert sorted(r.result()[0].status for r in runs) == ["built", "cached"]

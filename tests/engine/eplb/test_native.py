@@ -1,0 +1,104 @@
+"""The compiled loops return the bits of the numpy ones, and the build says what is wrong when it fails."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from deepinfer_engine.eplb import loops, native, policy
+from deepinfer_engine.errors import NotReadyError
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache):
+    return native.load(cache)
+
+
+SHAPES = [(48, 8, 7, 240), (48, 8, 7, 30), (48, 8, 7, 5), (40, 5, 9, 90), (12, 2, 8, 100), (33, 32, 2, 50)]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("experts", "ranks", "slots", "steps"), SHAPES)
+def test_same_plan_and_same_moments(decode, compiled, experts, ranks, slots, steps):
+    counts = decode(experts=experts, ranks=ranks, steps=steps)
+    a, b = compiled.moments(counts[:, 0]), loops.NumpyLoops.moments(counts[:, 0])
+    assert (
+        (a.cov_EE == b.cov_EE).all()
+        and (a.mean_E == b.mean_E).all()
+        and (a.total_E == b.total_E).all()
+        and a.steps == b.steps
+    )
+    topology = policy.Topology(ranks, slots)
+    for x, y in zip(
+        *(policy.plan_experts(counts, topology, loops=which) for which in (compiled, loops.NumpyLoops())), strict=True
+    ):
+        assert (x.slot_RS == y.slot_RS).all() and x.start == y.start and x.exchanges == y.exchanges
+
+
+@needs_compiler
+@pytest.mark.parametrize("cap", [None, 6])
+def test_same_warm_start(decode, compiled, cap):
+    counts = decode(steps=480)
+    topology = policy.Topology(8, 7, dead=(3,))
+    old = np.stack([p.slot_RS for p in policy.plan_experts(counts[:200], policy.Topology(8, 8))])
+    plans = [
+        policy.plan_experts(
+            counts[200:],
+            topology,
+            old_LRS=old,
+            settings=policy.PlanSettings(move_price=0.5, max_moves=cap),
+            loops=which,
+        )
+        for which in (compiled, loops.NumpyLoops())
+    ]
+    for x, y in zip(*plans, strict=True):
+        assert (x.slot_RS == y.slot_RS).all() and x.start == y.start
+
+
+@needs_compiler
+def test_other_integer_types_and_strides_are_accepted(decode, compiled):
+    counts = decode()
+    want = compiled.moments(counts[:, 1]).cov_EE
+    for view in (counts.astype(np.uint16)[:, 1], np.asfortranarray(counts)[:, 1], counts[::-1, 1][::-1]):
+        assert (compiled.moments(view).cov_EE == want).all()
+
+
+@needs_compiler
+def test_library_is_built_once_and_left_without_temporary_files(compiled, cache):
+    (first,) = cache.iterdir()
+    stamp = first.stat().st_mtime_ns
+    assert native.library(cache) == first and first.stat().st_mtime_ns == stamp
+    assert first.suffix == ".so"
+
+
+def test_missing_compiler_is_named(tmp_path):
+    with pytest.raises(NotReadyError, match="no C\\+\\+ compiler: no-such-g\\+\\+"):
+        native.load(tmp_path, "no-such-g++")
+
+
+def test_failing_compiler_shows_its_first_line_and_leaves_nothing(tmp_path):
+    fake = tmp_path / "g++"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "no such target" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    cache = tmp_path / "cache"
+    with pytest.raises(NotReadyError, match="no such target"):
+        native.load(cache, str(fake))
+    assert list(cache.iterdir()) == []
+
+
+def test_unwritable_cache_is_an_environment_error(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ on this machine")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(NotReadyError, match="cannot write"):
+        native.load(blocked / "cache")

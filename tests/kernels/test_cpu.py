@@ -1,0 +1,330 @@
+"""Compiled CPU operations against the reference: values, bytes, decisions, independence of rows, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.cpu.families import FAMILIES
+from deepinfer_kernels.cpu.library import Library, built
+from deepinfer_kernels.ops import OPS
+from deepinfer_kernels.reference import quantise
+from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.moe import ExpertBank
+from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, Ops, resolve
+
+SIZES = (1, 2, 7, 64)
+OPERATIONS = [name for family in FAMILIES.values() for name in family.operations]
+H, C, E, K, WIDTH, N, D = 160, 4, 12, 3, 48, 5, 64
+
+
+@pytest.fixture(scope="module")
+def compiled(kernel_cache: Path) -> Ops:
+    return resolve("fast", "cpu", backend="cpu", cache=kernel_cache)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Ops:
+    return resolve("fast", "cpu", backend="reference")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that nobody writes holds NaN, or the largest integer, while this holds."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def bf(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def weight(*shape: int) -> Weight:
+    return Weight(bf(*shape, scale=shape[-1] ** -0.5), "fp8")
+
+
+def rows_of(T: int, width: int) -> Tensor:
+    """Random rows, of magnitudes from 2^-40 to 2^20, the first one zero and the last one with equal values."""
+    x = bf(T, width) * torch.exp2(torch.randint(-40, 20, (T, 1)).float()).bfloat16()
+    if T > 2:
+        x[0], x[-1] = 0, 0.75
+    return x
+
+
+def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an operation for T rows; whatever belongs to rows comes first and has T rows."""
+    torch.manual_seed(T)
+    if name == "linear":
+        return (bf(T, H), weight(100, H)), {}
+    if name == "linear_grouped":
+        return (bf(T, 2, 96), weight(2, 33, 96)), {}
+    if name == "head_logits":
+        return (bf(T, H), weight(515, H)), {}
+    if name == "rms_norm":
+        return (rows_of(T, 200), torch.rand(200).bfloat16(), 1e-20), {}
+    if name == "rope":
+        angle = torch.rand(T, 8) * 100
+        return (bf(T, N, D), angle.cos(), angle.sin()), {}
+    if name == "mhc_mixes":
+        fn = torch.randn(C * (C + 2), C * H) * 0.05
+        return (bf(T, C, H), fn, torch.randn(C * (C + 2)), torch.rand(3)), dict(rms_eps=1e-20, hc_eps=1e-6, iters=20)
+    if name == "mhc_collapse":
+        return (bf(T, C, H), torch.rand(T, C)), {}
+    if name == "mhc_expand":
+        return (bf(T, C, H), bf(T, H), torch.rand(T, C), torch.rand(T, C, C)), {}
+    if name == "gate_topk":
+        choice = dict(k=K, normalise=True, scale=1.5, temperature=1.0)
+        return (bf(T, H), torch.randn(E, H) * 0.1, torch.rand(E)), choice
+    if name == "moe_experts":
+        counts = torch.bincount(torch.randint(0, E, (T * K,)), minlength=E)
+        bank = ExpertBank(weight(E, WIDTH, H), weight(E, WIDTH, H), weight(E, H, WIDTH))
+        return (bf(T * K, H, scale=4), counts, bank, torch.rand(T * K), 2.0), {}
+    if name == "shared_expert":
+        return (bf(T, H, scale=4), weight(WIDTH, H), weight(WIDTH, H), weight(H, WIDTH), 2.0), {}
+    if name == "moe_combine":
+        return (bf(T * K, H), torch.randperm(T * K), bf(T, H), K), {}
+    if name == "dispatch_permute":
+        return (torch.randint(0, E, (T, K)), E), {}
+    if name == "attend":
+        mask = torch.rand(T, 41) < 0.6
+        mask[0] = T == 1
+        return (bf(T, N, D), bf(T, 41, D), mask, torch.randn(N), D**-0.5), {}
+    if name == "pack_rows":
+        return (rows_of(T, D), "window"), {}
+    if name == "unpack_rows":
+        return (quantise.pack_global(rows_of(T, D)), "global"), {}
+    if name == "load_rows":
+        return (quantise.pack_window(rows_of(50, D)), torch.randint(-1, 50, (T, 6)), "window"), {}
+    if name == "store_rows":
+        return (
+            torch.zeros(100, 33, dtype=torch.uint8),
+            1 + torch.randperm(99)[:T],
+            quantise.pack_window(rows_of(T, 32)),
+        ), {}
+    if name == "quantise_index_query":
+        return (rows_of(T * 4, 32).view(T, 4, 32),), {}
+    if name == "index_scores":
+        return (bf(T, 2, 4, 32), bf(T, 2, 4), bf(T, 37, 32), torch.randint(0, 38, (T, 2))), {}
+    if name == "select_topk":
+        scores = torch.randint(-3, 4, (T, 2, 37)).float()  # many ties
+        return (scores.masked_fill(torch.rand(T, 2, 37) < 0.4, float("-inf")),), dict(k=12)
+    if name == "engram_hash":
+        classes = torch.randint(-1, 50, (T, 4))
+        primes = torch.tensor([[97, 101], [103, 107], [109, 113]])
+        return (classes, 2, torch.tensor([3, 5, 2**40 + 1, 11]), primes, torch.arange(6).view(3, 2) * 200), {}
+    if name == "dequantise_table":
+        return tuple(quantise.quantise_q8(rows_of(T, D))), {}
+    if name == "engram_gate":
+        dead = torch.rand(T) < 0.3
+        return (bf(T, C, H), bf(T, (C + 1) * H), torch.rand(C, H), torch.rand(C, H), dead, 1e-20), {}
+    raise AssertionError(f"no inputs for {name}")
+
+
+def outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def check(name: str, got: Any, expected: Any) -> None:
+    tolerance = OPS[name].tolerance
+    for a, b in zip(outputs(got), outputs(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if tolerance.exact and not (name == "gate_topk" and b.dtype == torch.float32):
+            assert torch.equal(a, b)
+            continue
+        real = b.float().isfinite()
+        assert torch.equal(a.float().isfinite(), real)
+        a, b = a[real].double(), b[real].double()
+        # weights of chosen experts are sums and square roots in f32; which ones are chosen is compared exactly
+        relative = 1e-6 if tolerance.exact else tolerance.relative
+        assert (a - b).norm() <= relative * b.norm(), f"{name}: {(a - b).norm() / b.norm():.2e}"
+
+
+@pytest.mark.parametrize("T", SIZES)
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "store_rows"])
+def test_agrees_with_the_reference(compiled: Ops, reference: Ops, name: str, T: int):
+    args, kwargs = make(name, T)
+    assert compiled.chosen[name].backend == "cpu"
+    expected = getattr(reference, name)(*args, **kwargs)
+    with poisoned():
+        got = getattr(compiled, name)(*args, **kwargs)
+    check(name, got, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OPERATIONS if OPS[n].row_independent and n not in ("moe_experts", "store_rows")]
+)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(compiled: Ops, name: str):
+    args, kwargs = make(name, 64)
+    call: Callable[..., Any] = getattr(compiled, name)
+    whole = outputs(call(*args, **kwargs))
+    shared = {"moe_combine": (0, 1), "load_rows": (0,)}.get(name, ())
+    for start, stop in ((0, 1), (5, 6), (63, 64), (3, 5), (10, 17), (0, 63)):
+        part = [
+            a[start:stop] if isinstance(a, Tensor) and a.shape[:1] == (64,) and i not in shared else a
+            for i, a in enumerate(args)
+        ]
+        if name == "moe_combine":
+            part[1] = args[1][start * K : stop * K]
+            part[0] = args[0][part[1]]
+            part[1] = torch.arange((stop - start) * K)
+        for a, b in zip(outputs(call(*part, **kwargs)), whole, strict=True):
+            assert torch.equal(a, b[start:stop]), f"rows {start}..{stop}"
+
+
+def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot(compiled: Ops):
+    (x, _, bank, w, limit), _ = make("moe_experts", 64)
+    all_in_one = torch.zeros(E, dtype=torch.int64)
+    all_in_one[7] = len(x)
+    whole = compiled.moe_experts(x, all_in_one, bank, w, limit)
+    for start, stop in ((0, 1), (100, 103), (60, 70), (1, 192)):
+        counts = torch.zeros(E, dtype=torch.int64)
+        counts[7] = stop - start
+        assert torch.equal(compiled.moe_experts(x[start:stop], counts, bank, w[start:stop], limit), whole[start:stop])
+
+
+def test_an_attended_row_has_the_same_bits_however_far_its_keys_are_padded(compiled: Ops):
+    (q, keys, mask, sink, scale), _ = make("attend", 7)
+    whole = compiled.attend(q, keys, mask, sink, scale)
+    wide = torch.zeros(7, 100, D).bfloat16()
+    seen = torch.zeros(7, 100, dtype=torch.bool)
+    at = torch.arange(41) * 2 + 9
+    wide[:, at], seen[:, at] = keys, mask
+    assert torch.equal(compiled.attend(q, wide, seen, sink, scale), whole)
+    assert bool((whole[0] == 0).all()), "no key: nothing"
+    assert compiled.attend(q, keys[:, :0], mask[:, :0], sink, scale).abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", ["window", "global", "index"])
+def test_records_have_the_bytes_of_the_reference_and_read_back_exactly(compiled: Ops, reference: Ops, kind: str):
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()]
+    torch.manual_seed(0)
+    x = torch.cat((finite, finite[torch.randperm(len(finite))], rows_of(200, D).flatten()))
+    x = x[: len(x) // D * D].view(-1, D)
+    with poisoned():
+        stored = compiled.pack_rows(x, kind)
+    expected = reference.pack_rows(x, kind)
+    assert torch.equal(stored, expected)
+    values = compiled.unpack_rows(stored, kind)
+    assert torch.equal(values.view(torch.int16), reference.unpack_rows(expected, kind).view(torch.int16))
+    slots = torch.tensor([[3, -1], [0, len(x) - 1]])
+    assert torch.equal(compiled.load_rows(stored, slots, kind), values[slots.clamp(min=0)])
+
+
+@pytest.mark.parametrize("kind", ["window", "global", "index"])
+def test_every_stored_byte_reads_as_the_reference_does(compiled: Ops, reference: Ops, kind: str):
+    torch.manual_seed(1)
+    stored = torch.randint(0, 256, (4000, {"window": 66, "global": 36, "index": 34}[kind]), dtype=torch.uint8)
+    got, expected = compiled.unpack_rows(stored, kind), reference.unpack_rows(stored, kind)
+    assert torch.equal(got.isnan(), expected.isnan()) and bool(expected.isnan().any())
+    real = ~expected.isnan()
+    assert torch.equal(got[real].view(torch.int16), expected[real].view(torch.int16))
+
+
+def test_equal_scores_go_to_the_lowest_expert(compiled: Ops, reference: Ops):
+    torch.manual_seed(2)
+    x = torch.randint(-2, 3, (64, 8)).bfloat16()  # products and sums of small integers are exact in any order
+    router = torch.randint(-1, 2, (16, 8)).float()
+    for bias in (torch.zeros(16), torch.randint(0, 2, (64, 16)).float()):
+        choice = dict(k=6, normalise=False, scale=1.0, temperature=1.0)
+        assert torch.equal(
+            compiled.gate_topk(x, router, bias, **choice)[0], reference.gate_topk(x, router, bias, **choice)[0]
+        )
+
+
+def test_rows_are_stored_where_they_belong_and_padding_goes_to_row_zero(compiled: Ops, reference: Ops):
+    for T in SIZES:
+        (store, slots, packed), _ = make("store_rows", T)
+        slots[0] = -1
+        other = store.clone()
+        compiled.store_rows(store, slots, packed)
+        reference.store_rows(other, slots, packed)
+        assert torch.equal(store, other) and torch.equal(store[0], packed[0])
+    pairs = torch.zeros(5, 2, 3)
+    compiled.store_rows(pairs, torch.tensor([4, 2]), torch.ones(2, 2, 3))
+    assert pairs.sum((1, 2)).tolist() == [0, 0, 6, 0, 6]
+
+
+def test_other_layouts_and_kinds(compiled: Ops, reference: Ops):
+    torch.manual_seed(3)
+    x = bf(96, 7).T  # not contiguous
+    f = Weight(torch.randn(20, 96), "f32")
+    got, expected = compiled.linear(x, f), reference.linear(x, f)
+    assert got.dtype == torch.float32 and (got - expected).norm() < 1e-6 * expected.norm()
+    cube = bf(2, 3, 50)
+    w = weight(16, 50)
+    check("linear", compiled.linear(cube, w), reference.linear(cube, w))
+    assert compiled.linear(bf(0, 50), weight(16, 50)).shape == (0, 16)
+    y, cos, sin = bf(4, 64), torch.rand(4, 8), torch.rand(4, 8)
+    assert torch.equal(compiled.rope(y, cos, sin, inverse=True), reference.rope(y, cos, sin, inverse=True))
+    wide = torch.rand(96)
+    check("rms_norm", compiled.rms_norm(x, wide, 1e-6), reference.rms_norm(x, wide, 1e-6))
+    for streams in (1, 2, 8):
+        X = bf(5, streams, 64)
+        fn, base = torch.randn(streams * (streams + 2), streams * 64) * 0.1, torch.randn(streams * (streams + 2))
+        arguments = (X, fn, base, torch.rand(3))
+        constants = dict(rms_eps=1e-6, hc_eps=1e-6, iters=5)
+        check("mhc_mixes", compiled.mhc_mixes(*arguments, **constants), reference.mhc_mixes(*arguments, **constants))
+
+
+def test_wrong_shapes_types_and_slots_are_refused(compiled: Ops):
+    with pytest.raises(TypeError, match="bfloat16"):
+        compiled.linear(torch.randn(2, 32), weight(8, 32))
+    with pytest.raises(ValueError, match="width 16"):
+        compiled.linear(bf(2, 16), weight(8, 32))
+    with pytest.raises(ValueError, match="multiple of 32"):
+        compiled.pack_rows(bf(2, 40), "window")
+    with pytest.raises(IndexError, match="slot 9 is beyond"):
+        compiled.load_rows(torch.zeros(9, 33, dtype=torch.uint8), torch.tensor([9]), "window")
+    with pytest.raises(IndexError, match="slot 9 is beyond"):
+        compiled.store_rows(torch.zeros(9, 33), torch.tensor([9]), torch.zeros(1, 33))
+    with pytest.raises(IndexError, match="slot 4 is not in"):
+        compiled.dispatch_permute(torch.tensor([[0, 4]]), 4)
+    (x, counts, bank, w, limit), _ = make("moe_experts", 2)
+    with pytest.raises(ValueError, match="6 rows, but the counts add up to 7"):
+        compiled.moe_experts(x, counts + torch.eye(E, dtype=torch.int64)[0], bank, w, limit)
+    with pytest.raises(ValueError, match="at most 8"):
+        compiled.mhc_collapse(bf(1, 9, 16), torch.rand(1, 9))
+
+
+def test_without_a_build_the_reference_serves_and_a_forced_backend_says_what_to_do(tmp_path: Path):
+    chosen = resolve("fast", "cpu", cache=tmp_path).chosen
+    assert "cpu" not in {i.backend for i in chosen.values()}
+    with pytest.raises(KernelError, match="not built for this machine: deepinfer build-kernels --target cpu"):
+        resolve("fast", "cpu", backend="cpu", cache=tmp_path)
+    with pytest.raises(KernelError, match="honours fast numerics, not reference"):
+        resolve("reference", "cpu", backend="cpu", cache=tmp_path)
+
+
+def test_they_serve_fast_numerics_only_and_batch_invariance_too(kernel_cache: Path):
+    for mode in ("float", "reference"):
+        assert "cpu" not in {i.backend for i in resolve(mode, "cpu", cache=kernel_cache).chosen.values()}
+    chosen = resolve("fast", "cpu", batch_invariant=True, cache=kernel_cache).chosen
+    assert {name for name, i in chosen.items() if i.backend == "cpu"} == set(OPERATIONS)
+    one = resolve("fast", "cpu", {"linear": "auto", "rope": "reference"}, backend="cpu", cache=kernel_cache).chosen
+    assert (one["linear"].backend, one["rope"].backend, one["embed"].backend) == ("cpu", "reference", "reference")
+
+
+def test_every_compiled_operation_is_registered_once():
+    for name in OPERATIONS:
+        assert [i.backend for i in IMPLEMENTATIONS[name]].count("cpu") == 1
+
+
+def test_a_damaged_library_is_named(kernel_cache: Path, tmp_path: Path):
+    real = built("norm", kernel_cache)
+    assert real is not None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / real.name).write_bytes(real.read_bytes()[:1000])
+    assert "is damaged: delete it" in (Library("norm", rms_norm="p").missing(tmp_path) or "")
+    assert "undefined symbol: nothing" in (Library("norm", nothing="p").missing(kernel_cache) or "")
+    with pytest.raises(RuntimeError, match="before the library of norm is loaded"):
+        Library("norm", rms_norm="p").rms_norm(0)
