@@ -9,6 +9,7 @@ import pytest
 from deepinfer_engine.cache.prefix import extend_keys
 from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.tiers import HostBlocks, Tiers, WindowPool
+from deepinfer_engine.sched.rows import plan_decode
 from deepinfer_engine.sched.scheduler import Limits, Scheduler
 from deepinfer_engine.types import Request, SamplingParams, Sequence, StepPlan
 
@@ -124,3 +125,19 @@ def test_a_full_cache_preempts_by_what_victims_really_free():
         hits += scheduler.reuse.stats.hits
         preemptions += scheduler.preemptions
     assert hits > 10 and preemptions > 3
+
+
+def test_a_victim_frees_what_nobody_else_uses():
+    """Three sequences need a block; each victim shares two of its three, so one victim is not enough."""
+    running = []
+    for uid in range(4):
+        seq = Sequence(Request(f"r{uid}", (1,) * 384, SamplingParams(max_tokens=50)), [1] * 385, 384, seed=0, uid=uid)
+        seq.dp_rank, seq.num_computed, seq.block_ids = 0, 384, [1, 2, 3 + uid]
+        running.append(seq)
+    running[3].block_ids = [1, 2, 6, 7]  # has its next block already
+    users = {1: 4, 2: 4}
+    plan = plan_decode(running, [0], lambda block: users.get(block, 1))
+    assert [s.uid for s in plan.preempt] == [3, 2]
+    assert [s.uid for s in plan.grow] == [0, 1]
+    alone = plan_decode(running, [0])
+    assert [s.uid for s in alone.preempt] == [3], "without sharing its four blocks are enough"
