@@ -56,7 +56,7 @@ def store_rows(num: Numerics, store: Tensor, slots: Tensor, packed: Tensor) -> N
     if not store.is_contiguous():
         raise ValueError("the store must be contiguous")
     packed = packed.contiguous()
-    size = packed[0].numel() * packed.element_size() if len(packed) else 0
+    size = packed.nbytes // max(1, len(packed))
     at = (store.data_ptr(), store.shape[0], slots.data_ptr(), packed.data_ptr())
     bad = LIBRARY.store_rows(*at, slots.numel(), size)
     if bad >= 0:

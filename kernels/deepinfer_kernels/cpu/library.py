@@ -134,5 +134,6 @@ def i64(x: Tensor) -> Tensor:
 
 def u8(x: Tensor) -> Tensor:
     """Bytes of x (uint8, int8, bool or an 8-bit float), contiguous."""
-    x = x.view(torch.uint8)
+    if x.dtype is not torch.uint8:
+        x = x.view(torch.uint8)
     return x if x.is_contiguous() else x.contiguous()
