@@ -55,8 +55,8 @@ $(INSTALLED): $(CREATED)
 # Into the user's cache folder, once per source, compiler and CPU. Without a compiler everything runs, only slower.
 $(KERNELS): $(INSTALLED) $(wildcard kernels/deepinfer_kernels/cpu/*.cpp kernels/deepinfer_kernels/cpu/*.h)
 	@echo "compiling kernels for this CPU"
-	@$(BIN)/deepinfer build-kernels --target cpu >/dev/null || echo "note: decoding runs without compiled kernels" >&2
-	@touch $@
+	@if $(BIN)/deepinfer build-kernels --target cpu >/dev/null; then touch $@; \
+	else echo "note: decoding runs without compiled kernels" >&2; fi
 
 # Some distributions ship venv without ensurepip; the pip of the chosen interpreter then installs one.
 $(CREATED):

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
+from deepinfer_engine.config.resources import model_dir as embedded_dir
 from deepinfer_engine.config.schema import Profile
 from deepinfer_engine.errors import NotReadyError, UsageError
-from deepinfer_engine.launch import prepare
+from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
 from deepinfer_engine.runtime.runner import Flight, Runner
@@ -101,18 +103,20 @@ class Engine:
 
         ``model`` None is the embedded one. Without ``device`` the profile is fitted to this machine first, as
         ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
-        Raises ``ProfileError`` (2), ``CheckpointError`` (4) or
-        ``NotReadyError`` (3).
+        Raises ``ProfileError`` (2), ``CheckpointError`` (4) or ``NotReadyError`` (3).
         """
         if not isinstance(profile, Profile):
             profile = load_profile(profile, sets).profile
         elif sets:
             raise UsageError("overrides apply to a profile given by name or path, this one is loaded already")
-        if device is None or model is None:
+        if device is None:
             launch = prepare(profile, model)
-            profile, model, device = launch.profile, launch.checkpoint.directory, launch.device
-        checkpoint = Checkpoint.open(model)
-        tokenizer = Tokenizer.from_dir(model)
+            profile, checkpoint, device = launch.profile, launch.checkpoint, launch.device
+        else:
+            checkpoint = Checkpoint.open(embedded_dir(EMBEDDED) if model is None else model)
+            check_model(profile, checkpoint.config)
+            check_device(profile, device)
+        tokenizer = Tokenizer.from_dir(checkpoint.directory)
         config = checkpoint.config
         ops = _resolve_ops(profile)
         loaded = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
@@ -201,16 +205,17 @@ class Engine:
 
     def close(self) -> None:
         """Abort everything in flight and let the lane end."""
-        for request_id in list(self._live):
-            self.abort(request_id)
-        if self._flight is not None:
+        with ExitStack() as last:  # in reverse order, each of them whatever the others raise
+            last.callback(self.scheduler.reuse.close)
+            if self._grammars is not None:
+                last.callback(self._grammars.close)
+                self._grammars = None
+            last.callback(self.runner.lane.close)
             flight, self._flight = self._flight, None
-            self.runner.collect(flight)
-        self.runner.lane.close()
-        if self._grammars is not None:
-            self._grammars.close()
-            self._grammars = None
-        self.scheduler.reuse.close()
+            if flight is not None:
+                last.callback(self.runner.collect, flight)
+            for request_id in list(self._live):
+                self.abort(request_id)
 
     def __enter__(self) -> Engine:
         return self
@@ -406,7 +411,7 @@ def _resolve_ops(profile: Profile) -> Ops:
 
 def _limits(profile: Profile, config: ModelConfig) -> Limits:
     sched = profile.sched
-    context = min(sched.max_context_tokens, config.max_position_embeddings)
+    context = sched.max_context_tokens  # checked against the model's positions before
     tokens = profile.cache.hbm_tokens_per_rank or sched.max_rows_per_rank * context
     return Limits(
         dp=profile.parallel.dp,

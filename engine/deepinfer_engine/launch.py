@@ -6,6 +6,7 @@ user's own weights it runs if they fit what is here, otherwise it is refused wit
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +59,60 @@ def model_facts(config: ModelConfig, weights_bytes: int, *, records: bool) -> Mo
         n_routed_experts=config.n_routed_experts,
         max_position_embeddings=config.max_position_embeddings,
         window=config.sliding_window,
-        draft_tokens=config.dspark_block_size,
+        draft_tokens=config.dspark_block_size if config.num_nextn_predict_layers else 0,
         weights_bytes=weights_bytes,
         kv_bytes_per_token=-(-layout.block_bytes // 128),
         row_bytes=layout.slot_bytes,
     )
+
+
+def check_model(profile: Profile, config: ModelConfig) -> None:
+    """Refuse (ProfileError) what this model cannot honour of the profile."""
+    problems = check_against_model(
+        profile,
+        config.n_routed_experts,
+        max_position_embeddings=config.max_position_embeddings,
+        window=config.sliding_window,
+        draft_tokens=config.dspark_block_size if config.num_nextn_predict_layers else 0,
+    )
+    if problems:
+        raise ProfileError("\n".join(problems))
+
+
+def check_device(profile: Profile, device: str) -> None:
+    """Refuse (ProfileError) a torch device of another kind than the profile's platform."""
+    kind = "cuda" if profile.hardware.platform in ("sm90", "sm100") else profile.hardware.platform
+    if device.split(":")[0] != kind:
+        raise ProfileError(
+            f"device {device} is asked for, the profile is for {profile.hardware.platform}",
+            hint="leave the device out, or change hardware.platform",
+        )
+
+
+def resident_bytes(checkpoint: Checkpoint, profile: Profile) -> int:
+    """Memory of prepared weights and caches, all ranks in one process: dense in the dtype of the numerics.
+
+    Expert slots beyond the logical experts count; tables gathered from the file do not.
+    """
+    config = checkpoint.config
+    element = 2 if profile.numerics.mode == "fast" else 4
+    slots = profile.ranks * profile.slots_per_rank(config.n_routed_experts)
+    total = 0
+    for name, spec in checkpoint.plan.items():
+        if spec.group not in ("backbone", "engram") or not checkpoint.has(name) or spec.kind.endswith("8_scale"):
+            continue
+        if spec.kind == "fp8":
+            total += math.prod(spec.shape) * element
+        elif spec.kind == "fp4":
+            total += 2 * math.prod(spec.shape) * element * slots // config.n_routed_experts
+        elif spec.kind == "fp4_scale" or (spec.kind.startswith("table") and profile.cache.engram_placement == "mmap"):
+            continue
+        else:
+            total += spec.nbytes
+    layout = KVLayout.of(config, records=profile.numerics.mode != "float")
+    rows = profile.sched.max_rows_per_rank
+    tokens = profile.cache.hbm_tokens_per_rank or rows * profile.sched.max_context_tokens
+    return total + profile.parallel.dp * (rows * layout.slot_bytes + layout.blocks_for(tokens) * layout.block_bytes)
 
 
 def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
@@ -76,20 +126,11 @@ def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
     weights_bytes = sum(s.nbytes for name, s in checkpoint.plan.items() if checkpoint.has(name))
     facts = model_facts(config, weights_bytes, records=profile.numerics.mode != "float")
     used, replaced = profile, []
-    if embedded:
-        used, replaced = emulate(profile, machine, facts)
-    elif not hardware_is_present(profile, machine):
+    if not embedded:
         require_fit(profile, machine, weights_bytes)
+    if embedded or not hardware_is_present(profile, machine):
         used, replaced = emulate(profile, machine, facts)
-    problems = check_against_model(
-        used,
-        config.n_routed_experts,
-        max_position_embeddings=config.max_position_embeddings,
-        window=config.sliding_window,
-        draft_tokens=config.dspark_block_size,
-    )
-    if problems:
-        raise ProfileError("\n".join(problems))
+    check_model(used, config)
     device = "cpu"
     if used.hardware.platform in ("sm90", "sm100"):
         device = "cuda"
@@ -97,6 +138,9 @@ def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
         raise NotReadyError(
             f"no backend for platform {used.hardware.platform} is built", hint="use a cpu or sm90 profile"
         )
+    if not embedded:
+        raw = weights_bytes if device == "cpu" else 0  # what was read stays on the host until it is prepared
+        require_fit(used, machine, raw + resident_bytes(checkpoint, used), what="weights and caches")
     return Launch(
         requested=profile,
         profile=used,

@@ -37,17 +37,22 @@ def _not(*quiet: Any) -> Callable[[Any], bool]:
 NOT_BUILT: tuple[_Missing, ...] = (
     _Missing("role", _not("both"), "prefill and decode run on the same ranks of one process"),
     _Missing("hardware.gpus", lambda n: n > 1, "all ranks run in one process on one device"),
+    _Missing("cache.store.ttl_s.agent", _not(259_200), "all traffic is kept as chat"),
     _Missing("spec.verify", _not("off"), "no drafts are made"),
+    _Missing("spec.mode", _not("coupled"), "no drafts are made"),
+    _Missing("spec.draft_tokens", _not(5), "no drafts are made"),
+    _Missing("spec.confidence_temperatures", _not((), []), "no drafts are made"),
+    _Missing("spec.curve_ttl_s", _not(3600), "no drafts are made"),
+    _Missing("eplb.window_steps", _not(100, 1000), "no plans are made while running"),
     _Missing("eplb.period_steps", _not(0), "experts stay where they are placed at start"),
+    _Missing("eplb.max_bytes_per_step", _not(67_108_864), "no experts move while running"),
     _Missing("eplb.plan_path", _not(None), "the placement is the built-in one"),
-    _Missing("kernels.backend", _not("auto", "reference", "cpu"), "every operation runs its torch reference"),
-    _Missing("kernels.overrides.*", _not("auto", "reference", "cpu"), "every operation runs its torch reference"),
     _Missing("deadlines.load_s", _not(3600), "phases are not timed"),
     _Missing("deadlines.build_s", _not(3600), "phases are not timed"),
     _Missing("deadlines.warmup_s", _not(1800), "phases are not timed"),
     _Missing("deadlines.step_s", _not(300), "phases are not timed"),
-    _Missing("network.interface", _not(None), "ranks do not talk over a network"),
-    _Missing("requires.*", _not(None), "versions are not compared with the profile"),
+    _Missing("network.interface", _not(None), "ranks do not talk over a network; doctor looks at it"),
+    _Missing("requires.*", _not(None), "run does not compare versions, doctor does"),
 )
 
 

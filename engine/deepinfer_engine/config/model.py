@@ -252,6 +252,10 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 #: Fields that do not change inference.
 _INERT = {"attention_dropout", "initializer_range", "use_cache", "dtype", "torch_dtype", "architectures"}
+#: Ids that the release keeps at the top level; repeated in text_config they must agree.
+_TOP_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+#: Everything else the top level may hold.
+_TOP = {"text_config", "vision_config", "quantization_config", "transformers_version", "auto_map", "_name_or_path"}
 _DEFAULTS: dict[str, Any] = {"gate_temp": 1.0, "dspark_n_routed_experts": 0, "dspark_num_experts_per_tok": 0}
 
 
@@ -279,7 +283,7 @@ def parse_model_config(raw: Any, *, where: str = "config.json") -> ModelConfig:
     if not isinstance(text, dict):
         raise ArtefactError(f"{where}: text_config is missing; V4.1 nests the text model there")
     problems: list[str] = []
-    values = _text_values(text, problems)
+    values = _text_values(text, raw, problems)
     values |= _top_values(raw, problems)
     if problems:
         raise CheckpointError(where, problems)
@@ -290,15 +294,18 @@ def parse_model_config(raw: Any, *, where: str = "config.json") -> ModelConfig:
     return config
 
 
-def _text_values(text: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def _text_values(text: dict[str, Any], top: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     types = {f.name: f.type for f in fields(ModelConfig)}
-    outside = {"bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "weight_block", "vision"}
+    outside = {*_TOP_IDS, "weight_block", "vision"}
     wanted = [n for n in types if n not in outside]
     for key, value in text.items():
         if key in _FIXED:
             if value not in _FIXED[key] or isinstance(value, bool) != isinstance(_FIXED[key][0], bool):
                 problems.append(f"text_config.{key} is {value!r}, only {_FIXED[key][0]!r} is implemented")
-        elif key not in wanted and key not in _INERT and key not in outside:
+        elif key in _TOP_IDS:
+            if value != top.get(key, value):
+                problems.append(f"text_config.{key} is {value!r}, the top level says {top[key]!r}")
+        elif key not in wanted and key not in _INERT:
             problems.append(f"text_config.{key} is not a field this engine knows")
     out: dict[str, Any] = {}
     for name in wanted:
@@ -377,6 +384,9 @@ def _top_values(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
             problems.append(f"{name}: expected an integer, found {value!r}")
         else:
             out[name] = value
+    for key in raw:
+        if key not in _TOP and key not in _TOP_IDS and key not in _INERT and key not in _FIXED:
+            problems.append(f"{key} is not a field this engine knows")
     quant = raw.get("quantization_config")
     expected = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
     if not isinstance(quant, dict):
@@ -385,6 +395,9 @@ def _top_values(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         for key, want in expected.items():
             if quant.get(key) != want:
                 problems.append(f"quantization_config.{key} is {quant.get(key)!r}, only {want!r} is implemented")
+        for key in quant:
+            if key not in expected and key not in ("weight_block_size", "fmt"):
+                problems.append(f"quantization_config.{key} is not a field this engine knows")
         if quant.get("weight_block_size") != [32, 32]:
             problems.append(
                 f"quantization_config.weight_block_size is {quant.get('weight_block_size')!r}, V4.1 uses [32, 32]"
