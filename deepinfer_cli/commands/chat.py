@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_cli import options, render
+from deepinfer_cli.announce import launch_notes
 from deepinfer_engine.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def command(
     from deepinfer_engine.tokens.protocol import ChatCodec
 
     launch = prepare(loaded.profile, model)
+    launch_notes(launch, quiet=quiet)
     codec = ChatCodec(launch.checkpoint.directory, launch.checkpoint.config)
     with render.progress("loading", quiet=quiet) as advance:
         engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)

@@ -416,15 +416,15 @@ def run_job(job: Job, answerer: Answerer, ask: Ask) -> tuple[LogContent, Path]:
 def _open(answerer: Answerer, ask: Ask, plan: Plan) -> Backend:
     if answerer.endpoint is not None:
         return answerer.endpoint
-    from deepinfer_cli.commands.run import _announce
+    from deepinfer_cli.announce import launch_notes
     from deepinfer_engine.engine import Engine
     from deepinfer_engine.evals.local import EngineBackend
 
     launch = answerer.launch
     assert launch is not None
-    _announce(launch, quiet=ask.quiet)
+    launch_notes(launch, quiet=ask.quiet)
     with render.progress("loading", quiet=ask.quiet) as advance:
-        engine = Engine.open(launch.checkpoint.directory, launch.profile, device=launch.device, progress=advance)
+        engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
     return EngineBackend(engine, launch, plan.sampling)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_cli import batch_run, options, render
+from deepinfer_cli.announce import launch_notes, load_notes
 from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import PartialFailure, UsageError
 
@@ -130,7 +131,7 @@ def command(
         from deepinfer_engine.launch import prepare
 
         launch = prepare(loaded.profile, model)
-        _announce(launch, quiet=quiet)
+        launch_notes(launch, quiet=quiet)
         batch_run.answer(batch, items, launch, loaded.digest)
         return
     prompts = _prompts(prompt or [], file)
@@ -140,10 +141,11 @@ def command(
     from deepinfer_engine.launch import prepare
 
     launch = prepare(loaded.profile, model)
-    _announce(launch, quiet=quiet)
+    launch_notes(launch, quiet=quiet)
     jobs = _render_all(prompts, launch, raw=raw, thinking=thinking, system=system)
     with render.progress("loading", quiet=quiet) as advance:
         engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
+    load_notes(engine, quiet=quiet)
     live = format is OutputFormat.text and len(jobs) == 1 and out is None
     with engine:
         results = _answer(engine, jobs, sampling, grammar, live=live, quiet=quiet)
@@ -265,22 +267,6 @@ def _render_all(prompts: list[str], launch: Launch, *, raw: bool, thinking: bool
         codec.render([*head, {"role": "user", "content": p}], thinking=thinking) for p in prompts
     ]
     return [_Job(p, r.token_ids, r.parser(), None) for p, r in zip(prompts, rendered, strict=True)]
-
-
-def _announce(launch: Launch, *, quiet: bool) -> None:
-    """Say what differs from the request, before anything runs."""
-    if launch.replaced:
-        p = launch.requested
-        rows = [(r.key, str(r.requested), str(r.used), r.reason) for r in launch.replaced]
-        render.panel(
-            f"emulated: {p.name} asks for {p.hardware.gpus} x {p.hardware.platform}; {p.parallel.ep} virtual ranks run "
-            f"in this process, {len(rows)} keys replaced",
-            render.table(("key", "asked", "used", "why"), rows),
-            quiet=quiet,
-        )
-    if launch.inactive:
-        rows = [(i.key, str(i.value), i.reason) for i in launch.inactive]
-        render.panel("inactive: requested, not built yet", render.table(("key", "value", "instead"), rows), quiet=quiet)
 
 
 def _answer(

@@ -91,7 +91,7 @@ class Engine:
     def open(
         cls,
         profile: Profile | str | Path,
-        model: str | Path | Profile | None = None,
+        model: str | Path | None = None,
         *,
         sets: Items[str] = (),
         device: str | None = None,
@@ -101,11 +101,9 @@ class Engine:
 
         ``model`` None is the embedded one. Without ``device`` the profile is fitted to this machine first, as
         ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
-        (model, profile) in this order is understood too. Raises ``ProfileError`` (2), ``CheckpointError`` (4) or
+        Raises ``ProfileError`` (2), ``CheckpointError`` (4) or
         ``NotReadyError`` (3).
         """
-        if isinstance(model, Profile):
-            profile, model = model, None if isinstance(profile, Profile) else profile
         if not isinstance(profile, Profile):
             profile = load_profile(profile, sets).profile
         elif sets:

@@ -217,14 +217,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     first_token_s: float | None = None
+    max_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_len = self.num_prompt + self.request.sampling.max_tokens
 
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def max_len(self) -> int:
-        return self.num_prompt + self.request.sampling.max_tokens
 
 
 class PlannedRow(NamedTuple):

@@ -166,3 +166,46 @@ def test_stop_string_ends_the_shown_answer(model: Path, capsys: pytest.CaptureFi
     row = json.loads(capsys.readouterr().out)
     assert row["content"] == content[: content.index(stop)]
     assert (row["finish_reason"], row["stop_reason"]) == ("stop", stop)
+
+
+def test_answers_follow_a_schema_and_a_bad_one_is_refused_first(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
+    schema = tmp_path / "s.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}')
+    args = ("--no-thinking", "--temperature", "1", "--seed", "3", "--max-tokens", "60", "--format", "jsonl", "hello")
+    assert run(model, "--json-schema", schema, *args) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["finish_reason"] == "stop"
+    assert [type(v) for v in json.loads(row["content"])] == [bool, bool]
+    schema.write_text('{"type": "array", "uniqueItems": true}')
+    assert run(tmp_path / "nowhere", "--json-schema", schema, *args) == 2
+    assert "#/uniqueItems: keyword 'uniqueItems' is not enforced" in capsys.readouterr().err
+    assert run(model, "--regex", "(a", *args) == 5
+    assert "1 of 1 requests failed" in capsys.readouterr().err
+
+
+def test_batch_line_with_a_grammar(model: Path, tmp_path: Path):
+    pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}}
+    body = {
+        "messages": [{"role": "user", "content": "json"}],
+        "thinking": {"type": "disabled"},
+        "response_format": wanted,
+        "max_tokens": 30,
+    }
+    file = write(
+        tmp_path / "in.jsonl",
+        [
+            {"custom_id": "b", "body": body},
+            {"id": "r", "token_ids": [20], "regex": "x{3}"},
+            {"id": "e", "prompt": "a", "regex": "("},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    assert run(model, "-f", file, "--out", out) == 5
+    chat, raw, bad = rows(out)
+    assert json.loads(chat["response"]["body"]["choices"][0]["message"]["content"]) in (True, False)
+    assert raw["content"] == "xxx" and raw["finish_reason"] == "stop"
+    assert bad["error"]["code"] == "grammar"

@@ -195,7 +195,7 @@ def test_plan_is_what_the_engine_holds():
 
     profile = load_profile("cpu-nano").profile
     before = storages()
-    engine = Engine.open(model_dir(EMBEDDED), profile)
+    engine = Engine.open(profile, model_dir(EMBEDDED))
     held = sum(nbytes for pointer, nbytes in storages().items() if pointer not in before)
     engine.close()
     config = find_model(EMBEDDED).config

@@ -100,7 +100,8 @@ def soak(model: Path, count: int, overlap: str, seed: int) -> Counter[str]:
                     shown[event.request_id, event.index] += 1
                 else:
                     note(event)
-            assert all(p.used + p.free == p.total for p in (*engine.scheduler.slots, *engine.scheduler.blocks))
+            for pool in (*engine.scheduler.slots, *engine.scheduler.blocks):
+                pool.check()
         engine.scheduler.verify()
         assert all(p.used == 0 for p in (*engine.scheduler.slots, *engine.scheduler.blocks)), "leaked"
         assert finished == expected, "every choice ends once"

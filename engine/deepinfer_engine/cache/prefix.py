@@ -107,6 +107,10 @@ class DeviceBlocks:
             out.append(block)
         return out
 
+    def users(self, block: int) -> int:
+        """Sequences that use the block."""
+        return self._count.get(block, 0)
+
     def find(self, key: Key) -> int | None:
         """The block published under ``key``."""
         return self._block_of.get(key)

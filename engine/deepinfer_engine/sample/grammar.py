@@ -8,6 +8,7 @@ grammars keep the one marker they are made of.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -139,6 +140,8 @@ class GrammarService:
         self._ready: list[Compiled] = []
         self._infos: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._closed = False
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
         self.compiled = 0
         for thread in self._threads:
@@ -170,11 +173,15 @@ class GrammarService:
             out += [self._outcome(ticket, spec, grammar, error) for ticket in self._waiting.pop(spec)]
 
     def close(self) -> None:
-        """Let the workers end."""
+        """End the workers, whatever they are doing; what was asked for is not answered any more."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.kill()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(timeout=self._timeout_s)
+            thread.join()
 
     def _outcome(self, ticket: int, spec: GrammarSpec, grammar: Any, error: str | None) -> Compiled:
         return Compiled(ticket, grammar, spec.kind == "tools_required", error)
@@ -191,21 +198,39 @@ class GrammarService:
         while (spec := self._jobs.get()) is not None:
             try:
                 if worker is None:
-                    worker = _Worker(self._hello)
+                    worker = self._start()
                 reply = worker.ask({"kind": spec.kind, "source": spec.source}, self._timeout_s)
                 grammar = self._load(spec, reply["compiled"]) if "compiled" in reply else None
                 self._done.put((spec, grammar, reply.get("error")))
             except _WorkerLost as exc:
-                if worker is not None:
-                    worker.kill()
+                self._drop(worker)
                 worker = None
                 self._done.put((spec, None, str(exc)))
             except UsageError as exc:
                 self._done.put((spec, None, exc.message))
             except Exception as exc:  # a thread's boundary: the request must hear of it, the loop must go on
                 self._done.put((spec, None, f"{type(exc).__name__}: {exc}"))
+        self._drop(worker)
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise _WorkerLost("the engine was closed")
+            worker = _Worker()
+            self._workers.append(worker)
+        try:
+            worker.greet(self._hello)
+        except _WorkerLost:
+            self._drop(worker)
+            raise
+        return worker
+
+    def _drop(self, worker: _Worker | None) -> None:
         if worker is not None:
             worker.kill()
+            worker.release()
+            with self._lock:
+                self._workers.remove(worker)
 
     def _load(self, spec: GrammarSpec, text: str) -> Any:
         import xgrammar
@@ -228,7 +253,7 @@ class _WorkerLost(Exception):
 class _Worker:
     """One process and the pipe to it."""
 
-    def __init__(self, hello: bytes):
+    def __init__(self) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deepinfer_engine.sample.grammar_worker"],
@@ -238,10 +263,12 @@ class _Worker:
             env=env,
         )
         self._buffer = b""
+
+    def greet(self, hello: bytes) -> None:
+        """Describe the vocabulary and wait until jobs are taken."""
         try:
             self._exchange(hello, _START_S)
         except _WorkerLost as exc:
-            self.kill()
             raise _WorkerLost(f"the grammar compiler did not start: {exc}") from None
 
     def ask(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -249,8 +276,16 @@ class _Worker:
         return self._exchange(json.dumps(job).encode() + b"\n", timeout_s)
 
     def kill(self) -> None:
+        """End the process; the thread that waits for it sees its pipe close."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+
+    def release(self) -> None:
+        """Close the pipes; only the thread that reads them may do so."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what was not sent yet has no reader
+                pipe.close()
 
     def _exchange(self, data: bytes, timeout_s: float) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -259,7 +294,7 @@ class _Worker:
         try:
             stdin.write(data)
             stdin.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):
             raise _WorkerLost("the compiler ended unexpectedly") from None
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()

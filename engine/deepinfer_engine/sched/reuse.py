@@ -111,10 +111,10 @@ class Reuse:
     def place(self, seq: Sequence) -> None:
         """Give a sequence its blocks on its rank and its plan: shared ones first, then fetched, then empty ones."""
         device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
-        found, staged = PrefixMatch(), self._staged.pop(seq.uid, {})
+        found, staged, now = PrefixMatch(), self._staged.pop(seq.uid, {}), self.clock()
         if self.tiers is not None:
             extend_keys(self.tiers.root, seq.keys, seq.token_ids)
-            found = self._match(seq, device, staged)
+            found = match_prefix(seq.keys, device, self.tiers.host, _Staged(staged), self.tiers.windows, now)
         need = -(-len(seq.token_ids) // BLOCK_TOKENS)
         if self.shape is None:
             seq.block_ids = [base + b for b in self._take(device, base, need)]
@@ -132,17 +132,12 @@ class Reuse:
         seq.published, seq.windowed = reused, seq.span.start
         if seq.span.window_end is not None:
             assert self.tiers is not None
-            window = self.tiers.windows.get(seq.keys[reused - 1], self.clock())
+            window = self.tiers.windows.get(seq.keys[reused - 1], now)
             assert window is not None, "it was there when the plan was made"
             self._before.append(Move("import_window", seq.slot, seq.span.window_end, data=window.data))
         self.stats.hits += reused > 0
         self.stats.cached_tokens += seq.span.reused
         self.stats.replayed_tokens += seq.span.replayed
-
-    def _match(self, seq: Sequence, device: DeviceBlocks, staged: dict[Key, Payload]) -> PrefixMatch:
-        assert self.tiers is not None
-        here = _Staged(staged)
-        return match_prefix(seq.keys, device, self.tiers.host, here, self.tiers.windows, self.clock())
 
     def _plan(self, shape: ReplayShape, seq: Sequence, found: PrefixMatch) -> ReplaySpan:
         """A preempted sequence gets the plan it had, or one that computes the same: never a new approximation."""
@@ -209,8 +204,15 @@ class Reuse:
             return 0
         return seq.span.keep_windows_at
 
-    def moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-        """Moves before and after the step that is being planned; the lists start anew."""
+    def users(self, block: int) -> int:
+        """Sequences that use a block, by its number in the store that all virtual ranks share."""
+        rank = (block - 1) // self.blocks
+        return self.device[rank].users(block - rank * self.blocks)
+
+    def moves(self, runs: bool) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        """Moves before and after the step that is being planned; they wait for one that ``runs``."""
+        if not runs:
+            return (), ()
         before, after = tuple(self._before), tuple(self._after)
         self._before, self._after = [], []
         return before, after

@@ -27,8 +27,10 @@ class DecodePlan:
     prefilling: list[Seq]
 
 
-def plan_decode(running: Iterable[Seq], free_blocks: Sequence[int]) -> DecodePlan:
-    """Rows of every sequence that has one token to compute. ``free_blocks``: per rank.
+def plan_decode(
+    running: Iterable[Seq], free_blocks: Sequence[int], users: Callable[[int], int] = lambda block: 1
+) -> DecodePlan:
+    """Rows of every sequence that has one token to compute. ``free_blocks``: per rank; ``users``: of a block.
 
     A sequence whose tokens in flight already reach its limit has no row. Worked example: a rank without free blocks
     runs sequences 1, 2, 3 (by arrival) and 1 needs a block: 3 is preempted, whatever it holds.
@@ -49,7 +51,7 @@ def plan_decode(running: Iterable[Seq], free_blocks: Sequence[int]) -> DecodePla
         rows.append(PlannedRow(seq.uid, seq.dp_rank, computed, 1, "decode", True, seq.generation))
     if not grow:
         return DecodePlan(rows, grow, [], prefilling)
-    victims = _victims(running, grow, free_blocks)
+    victims = _victims(running, grow, free_blocks, users)
     if victims:
         gone = {s.uid for s in victims}
         rows = [r for r in rows if r.seq_id not in gone]
@@ -58,7 +60,10 @@ def plan_decode(running: Iterable[Seq], free_blocks: Sequence[int]) -> DecodePla
     return DecodePlan(rows, grow, victims, prefilling)
 
 
-def _victims(running: Iterable[Seq], grow: list[Seq], free_blocks: Sequence[int]) -> list[Seq]:
+def _victims(
+    running: Iterable[Seq], grow: list[Seq], free_blocks: Sequence[int], users: Callable[[int], int]
+) -> list[Seq]:
+    """Who gives way; a shared block is free only when its last user went."""
     need: dict[int, int] = {}
     for seq in grow:
         need[seq.dp_rank] = need.get(seq.dp_rank, 0) + 1
@@ -67,10 +72,14 @@ def _victims(running: Iterable[Seq], grow: list[Seq], free_blocks: Sequence[int]
         return []
     growing = {s.uid for s in grow}
     victims = []
+    gone: dict[int, int] = {}
     for seq in sorted((s for s in running if s.dp_rank in short), key=lambda s: -s.uid):
         missing = short[seq.dp_rank]
         if missing > 0:
-            short[seq.dp_rank] = missing - len(seq.block_ids) - (seq.uid in growing)
+            for block in seq.block_ids:
+                gone[block] = gone.get(block, 0) + 1
+            freed = sum(gone[block] == users(block) for block in seq.block_ids)
+            short[seq.dp_rank] = missing - freed - (seq.uid in growing)
             victims.append(seq)
     return victims
 

@@ -173,7 +173,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Preempt, admit and plan one step; no rows when nothing can run before a result comes back."""
         free = [pool.free for pool in self.blocks] if self.running else []
-        decode = plan_decode(self.running.values(), free)
+        decode = plan_decode(self.running.values(), free, self.reuse.users)
         for seq in decode.preempt:
             self._preempt(seq)
         for seq in decode.grow:
@@ -188,15 +188,17 @@ class Scheduler:
             stop=self.reuse.stop,
         )
         rows = (*decode.rows, *prefill)
-        for row in rows:
-            seq = self.running[row.seq_id]
-            seq.num_computed = row.start + row.count
-            if row.sample:
+        running, shares = self.running, self.reuse.tiers is not None
+        for uid, _, start, count, _, sample, _ in rows:
+            seq = running[uid]
+            seq.num_computed = start + count
+            if sample:
                 seq.pending += 1
-            self.reuse.advance(seq)
+            if shares:
+                self.reuse.advance(seq)
         self._step += 1
         gone = tuple(s.uid for s in decode.preempt)
-        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves())
+        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves(bool(rows)))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
         """Learn the cost of a step from its measured time; only where a time budget is to be kept."""

@@ -228,7 +228,17 @@ def test_parquet_without_a_reader_is_refused_with_the_install_line(tmp_path: Pat
     data.write_bytes(b"PAR1")
     with pytest.raises(NotReadyError) as caught:
         load_items(find_task("aime25"), data, source="x.parquet")
-    assert caught.value.hint == "pip install pyarrow"
+    assert caught.value.hint == "pip install 'deepinfer-cli[eval]'"
+
+
+def test_parquet_rows_are_the_rows_of_the_same_jsonl(tmp_path: Path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'eval'")
+    rows = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(30)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    parquet.write_table(importlib.import_module("pyarrow").Table.from_pylist(rows), tmp_path / "x.parquet")
+    task = find_task("aime25")
+    loaded = [load_items(task, tmp_path / name, source=name) for name in ("x.jsonl", "x.parquet")]
+    assert loaded[0].items == loaded[1].items
 
 
 # ---------------------------------------------------------------------- hub

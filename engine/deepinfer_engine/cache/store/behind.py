@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 from deepinfer_engine.cache.prefix import Key
 from deepinfer_engine.cache.store.interface import BlockStore, TrafficClass
@@ -12,12 +13,15 @@ from deepinfer_engine.errors import CapacityError
 
 #: blocks waiting to be written; 64 of the release are 7 MiB
 _DEPTH = 64
+#: puts between two collections: the capacity is kept to within this many blocks
+_COLLECT_EVERY = 1024
 
 
 class WriteBehind:
-    """One thread that puts blocks. ``dropped`` counts writes given up because the queue was full.
+    """One thread that puts blocks, and collects what expired or is above the capacity.
 
-    ``failed`` is the store's complaint that ended writing (a full disk); what is read stays available.
+    ``dropped`` counts writes given up because the queue was full. ``failed`` is the store's complaint that ended
+    writing (a full disk); what is read stays available.
     """
 
     def __init__(self, store: BlockStore, traffic: TrafficClass = "chat"):
@@ -37,11 +41,15 @@ class WriteBehind:
             self.dropped += 1
 
     def _run(self) -> None:
+        puts = 0
         while (item := self._queue.get()) is not None:
             if self.failed is not None:
                 self.dropped += 1
                 continue
             try:
+                if puts % _COLLECT_EVERY == 0:
+                    self._store.collect(time.time())
+                puts += 1
                 self._store.put(*item, self._traffic)
                 if self._queue.empty():
                     self._store.flush()

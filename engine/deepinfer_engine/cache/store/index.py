@@ -16,6 +16,8 @@ from deepinfer_engine.errors import ArtefactError
 
 #: keys per query; SQLite takes at least 999 parameters
 _BATCH = 250
+#: a checkpoint waits for the disk twice; 32 MiB of pages between two of them keep that off the puts
+_CHECKPOINT_PAGES = 8192
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS segments (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, traffic TEXT NOT NULL,
   stride INTEGER NOT NULL, expires INTEGER NOT NULL, sealed INTEGER NOT NULL);
@@ -69,6 +71,7 @@ class Index:
         db = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
+        db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
         return db
 
     def close(self) -> None:
