@@ -59,7 +59,7 @@ def command(
     if target is not Target.cpu:
         raise NotReadyError(
             f"no kernels for {target} in this version: --target cpu is what can be built",
-            hint=f"on {target} every operation runs its torch implementation; deepinfer doctor lists them",
+            hint="deepinfer doctor lists what computes each operation on a machine",
         )
     from deepinfer_kernels.cpu.build import CompilerError
     from deepinfer_kernels.cpu.library import default_cache
