@@ -141,6 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         render.error(*_usage_error(exc))
         return 2
     except Exception as exc:  # the process boundary: whatever arrives here is a bug and is kept for its report
+        if _is_out_of_memory(exc):
+            render.error(f"out of memory: {exc}", "lower sched.max_rows_per_rank or cache.hbm_tokens_per_rank")
+            return 3
         render.error(f"this is a bug in deepinfer: {type(exc).__name__}: {exc}", f"report it with {_keep_traceback()}")
         return 1
 

@@ -172,7 +172,9 @@ def _parquet_rows(data: bytes, source: str) -> list[Row]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
-        raise NotReadyError(f"{source}: reading Parquet needs pyarrow", hint="pip install 'deepinfer-cli[eval]'") from None
+        raise NotReadyError(
+            f"{source}: reading Parquet needs pyarrow", hint="pip install 'deepinfer-cli[eval]'"
+        ) from None
     errors = importlib.import_module("pyarrow").lib.ArrowException
     try:
         return parquet.read_table(io.BytesIO(data)).to_pylist()
