@@ -10,7 +10,10 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-DATA = {"profiles": (".yaml",), "recipes": (".yaml", ".py", ".jsonl")}
+DATA = {"profiles": (".yaml",), "recipes": (".yaml", ".py", ".jsonl", ".json", ".txt")}
+
+#: Measurements, of interest to who reads the repository; nothing reads them at run time.
+LEFT_OUT = Path("recipes/results")
 
 
 class DataFilesHook(BuildHookInterface):
@@ -21,6 +24,6 @@ class DataFilesHook(BuildHookInterface):
         root = Path(self.root)
         for folder, suffixes in DATA.items():
             for path in sorted((root / folder).rglob("*")):
-                if path.is_file() and path.suffix in suffixes:
-                    target = f"deepinfer_engine/data/{path.relative_to(root).as_posix()}"
-                    build_data["force_include"][str(path)] = target
+                name = path.relative_to(root)
+                if path.is_file() and path.suffix in suffixes and not name.is_relative_to(LEFT_OUT):
+                    build_data["force_include"][str(path)] = f"deepinfer_engine/data/{name.as_posix()}"

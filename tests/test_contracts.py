@@ -20,6 +20,8 @@ CONTRACTS = {
     for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 }
 NO_TORCH = [name.removeprefix("*.") for name in CONTRACTS["no-torch"]["source_modules"]]
+#: Under the contract before it exists; every other module of the contract must be there.
+MAY_BE_ABSENT = {"spec.budget"}
 LAYERS = CONTRACTS["layers"]["layers"]
 
 
@@ -73,7 +75,8 @@ def test_static_contracts_hold():
 def test_planning_module_imports_without_torch(name: str):
     modules = modules_of(name)
     if not modules:
-        pytest.skip(f"deepinfer_engine.{name} does not exist in this tree")
+        assert name in MAY_BE_ABSENT, f"deepinfer_engine.{name} is under the contract but does not exist"
+        pytest.skip(f"deepinfer_engine.{name} is not built yet")
     assert_imports_without_torch(modules)
 
 

@@ -32,7 +32,7 @@ _LAST = [
     spelling.THINK_END,
     spelling.DSML,
     spelling.IMAGE,
-    spelling.LATEST_REMINDER,
+    "<｜latest_reminder｜>",
 ]
 _SENTENCES = [
     "The quick brown fox asks: what is 12+30? It is 42. true false null",
@@ -81,7 +81,7 @@ def write_tiny_model(directory: Path, **text: Any) -> Path:
         "engram_pad_token_id": tokenizer.control_id(spelling.PAD),
         "num_nextn_predict_layers": 2, "dspark_target_layer_ids": [4, 5], "dspark_markov_rank": 8,
         "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
-        "dspark_noise_token_id": tokenizer.control_id(spelling.LATEST_REMINDER),
+        "dspark_noise_token_id": tokenizer.control_id("<｜latest_reminder｜>"),
         "max_position_embeddings": 1024,
     } | text  # fmt: skip
     raw["vision_config"] |= {

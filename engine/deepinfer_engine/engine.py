@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.open_tiers import open_tiers
@@ -422,9 +421,3 @@ def _limits(profile: Profile, config: ModelConfig) -> Limits:
         eos_token_id=config.eos_token_id,
         step_budget_ms=sched.step_budget_ms,
     )
-
-
-def synchronise(device: str) -> None:
-    """Wait for the device, so that a host clock read afterwards is honest."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()

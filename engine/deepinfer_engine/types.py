@@ -269,10 +269,6 @@ class StepPlan:
     before: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(r.count for r in self.rows)
-
 
 @dataclass(frozen=True)
 class Usage:

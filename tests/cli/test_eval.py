@@ -399,15 +399,9 @@ def test_aime_without_its_questions_becomes_aime_form_for_the_embedded_model_onl
 
 
 def test_the_embedded_model_passes_its_own_check(cli: Cli):
-    if not (launch_data() / "nano" / "config.json").is_file():
-        pytest.skip("the embedded model is not in this tree")
     code, out, err = cli("nano-arith", "--limit", "8", "--expect", ">=0.9", "--quiet")
     assert code == 0, err
     assert "embedded weights" in out and err == ""
-
-
-def launch_data() -> Path:
-    return Path(launch.__file__).parent / "data" / "models"
 
 
 # -------------------------------------------------------------------- matrix

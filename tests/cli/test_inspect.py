@@ -26,7 +26,7 @@ KEPT = {
     "inspect_v4_flash_dspark": [str(VECTORS / "v4-flash-dspark-config.json")],
     "help_inspect": ["--help"],
 }
-GOLDEN = ROOT / ".." / "shared" / "golden"
+V4_TINY = ROOT.parent / "shared" / "golden" / "v4-tiny"
 
 
 def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -100,12 +100,15 @@ def test_long_models_wrap_and_keep_the_cut():
     ]
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden vectors beside this clone")
-def test_checkpoints_are_validated_and_named(capsys):
-    text = run([str(GOLDEN / "v41-tiny-a" / "checkpoint")], capsys)
+def test_a_checkpoint_is_validated_and_named(capsys):
+    text = run([str(VECTORS / "v41-tiny-a" / "checkpoint")], capsys)
     assert "weights         3 shards, valid; groups: backbone, draft, engram, vision" in text
     assert "1,380" in text and "weights digest  none" not in text
-    report = json.loads(run([str(GOLDEN / "v4-tiny" / "checkpoint"), "--format", "json"], capsys))
+
+
+@pytest.mark.skipif(not V4_TINY.is_dir(), reason="no V4 checkpoint shared/golden/v4-tiny beside the repository")
+def test_a_v4_checkpoint_is_validated_and_not_runnable(capsys):
+    report = json.loads(run([str(V4_TINY / "checkpoint"), "--format", "json"], capsys))
     assert report["runnable"] is False and report["weights"]["groups_present"] == ["backbone"]
 
 

@@ -24,8 +24,7 @@ from recipes.nano.parameters import from_official, initial_parameters, shapes, t
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "recipes" / "nano"
-GOLDEN = ROOT.parent / "shared" / "golden" / "v41-tiny-a"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden vectors at {GOLDEN}")
+GOLDEN = ROOT / "tests" / "vectors" / "v41-tiny-a"
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +84,6 @@ def golden_weights() -> dict[str, torch.Tensor]:
     return from_official(values)
 
 
-@needs_golden
 @pytest.mark.parametrize("case_id", ["base_n0001", "base_n0035", "base_n0300", "w128_n0300"])
 def test_forward_reproduces_golden_float_logits_and_decisions(case_id: str):
     cases = json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8"))
@@ -104,7 +102,6 @@ def test_forward_reproduces_golden_float_logits_and_decisions(case_id: str):
         assert trace.selected[int(layer)][0, -1].nonzero().flatten().tolist() == entries
 
 
-@needs_golden
 def test_token_classes_match_the_golden_map():
     tokenizer = Tokenizer.from_file(str(GOLDEN / "checkpoint" / "tokenizer.json"))
     expected = load_file(str(GOLDEN / "expected.safetensors"))["engram/token_map"]

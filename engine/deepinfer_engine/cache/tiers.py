@@ -6,7 +6,7 @@ Payloads are bytes as ``KVState`` exports them; nothing here reads them. Clocks 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -222,25 +222,3 @@ def match_prefix(
         blocks.append(block)
     ends = frozenset((i + 1) * BLOCK_TOKENS for i in range(len(blocks)) if windows.has(keys[i], now))
     return PrefixMatch(tuple(blocks), in_host, in_store, ends, approximate)
-
-
-def fetch(
-    keys: Sequence[Key], host: HostBlocks, read: Callable[[Sequence[Key]], Sequence[Payload | None]]
-) -> list[Payload]:
-    """Payloads of ``keys`` from host memory and, in one call, from ``read`` below; cut at the first that is missing.
-
-    What came from below is kept in host memory.
-    """
-    found = [host.get(key) for key in keys]
-    missing = [i for i, payload in enumerate(found) if payload is None]
-    if missing:
-        for i, payload in zip(missing, read([keys[i] for i in missing]), strict=True):
-            found[i] = payload
-            if payload is not None:
-                host.put(keys[i], payload)
-    out: list[Payload] = []
-    for payload in found:
-        if payload is None:
-            break
-        out.append(payload)
-    return out

@@ -31,7 +31,6 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 DSML = "｜DSML｜"
 IMAGE = "<｜deepseek_image｜>"
-LATEST_REMINDER = "<｜latest_reminder｜>"
 
 #: Bounds the memory that a hostile file can make us allocate; the release has 129,280 ids.
 MAX_VOCAB = 1 << 22

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepinfer_engine.config.strict_json import describe_bytes, parse_json, printable
-from deepinfer_engine.errors import CheckpointError
 
 #: The format's own limit; the largest official header has 0.3 MB.
 MAX_HEADER_BYTES = 100_000_000
@@ -47,15 +46,6 @@ class ShardHeader:
     digest: str
     metadata: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-
-
-def read_header(path: Path) -> ShardHeader:
-    """The header of the shard at ``path``; raises ``CheckpointError`` listing everything wrong with it."""
-    problems: list[str] = []
-    header = scan_header(path, problems)
-    if header is None or problems:
-        raise CheckpointError(str(path), problems)
-    return header
 
 
 def scan_header(path: Path, problems: list[str]) -> ShardHeader | None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.pool import IdPool
 from deepinfer_engine.cache.prefix import DeviceBlocks, extend_keys, namespace_root, window_key
-from deepinfer_engine.cache.tiers import HostBlocks, Payload, WindowPool, fetch, match_prefix
+from deepinfer_engine.cache.tiers import HostBlocks, Payload, WindowPool, match_prefix
 from deepinfer_engine.config.model import load_model_config
 from deepinfer_engine.errors import CapacityError
 
@@ -208,15 +208,6 @@ def test_a_match_continues_over_tiers_and_ends_at_the_first_hole():
     assert (found.hit_tokens, found.host, found.store) == (768, 1, 3)
     assert found.windows_at == {512} and found.approximate
     assert match_prefix(keys, device, host, None, windows, now=1.0).hit_tokens == 256
-
-
-def test_fetch_cuts_at_the_first_missing_payload_and_keeps_what_came_from_below():
-    host = HostBlocks(1000)
-    host.put(b"a", Payload(b"A"))
-    below = {b"b": Payload(b"B"), b"d": Payload(b"D")}
-    got = fetch([b"a", b"b", b"c", b"d"], host, lambda keys: [below.get(k) for k in keys])
-    assert [p.data for p in got] == [b"A", b"B"]
-    assert b"b" in host and b"d" in host and b"c" not in host
 
 
 def test_lookup_of_77k_tokens_takes_under_5_ms():

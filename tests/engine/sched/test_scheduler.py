@@ -195,7 +195,7 @@ def test_time_budget_bounds_prefill_and_never_stops_it():
         plan = device.step()
         ms = 2.0 + sum(r.count * (0.02 + 1e-6 * (r.start + r.count / 2)) for r in plan.rows)
         scheduler.observe(plan, ms)
-        spent.append((ms, plan.num_tokens))
+        spent.append((ms, sum(r.count for r in plan.rows)))
     assert len(device.done) == 3
     assert spent[0][1] == 128, "without measurements one block moves"
     assert max(ms for ms, _ in spent[8:]) <= 10.0 * 1.02

@@ -24,7 +24,7 @@ LAST = [
     spelling.THINK_END,
     spelling.DSML,
     spelling.IMAGE,
-    spelling.LATEST_REMINDER,
+    "<｜latest_reminder｜>",
 ]
 SENTENCES = [
     "The quick brown fox asks: what is 12+30? It is 42.",
@@ -32,7 +32,7 @@ SENTENCES = [
     'calls invoke name="add" parameter string="true" think </think> <think>',
 ] * 8
 
-GOLDEN = Path(__file__).resolve().parents[3] / ".." / "shared" / "golden" / "v41-tiny-a"
+GOLDEN = Path(__file__).resolve().parents[2] / "vectors" / "v41-tiny-a"
 
 
 @pytest.fixture(scope="session")
@@ -140,6 +140,4 @@ def codec(model_dir: Path, config: ModelConfig) -> ChatCodec:
 
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
-    if not (GOLDEN / "checkpoint" / "tokenizer.json").is_file():
-        pytest.skip("the golden vectors are not beside this checkout")
     return GOLDEN

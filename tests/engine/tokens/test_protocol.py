@@ -149,7 +149,7 @@ def test_response_format_reaches_prompt_and_constraint(codec: ChatCodec) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(
-    text=st.lists(st.one_of(st.sampled_from([*REQUIRED, spelling.IMAGE, spelling.LATEST_REMINDER]), st.text(
+    text=st.lists(st.one_of(st.sampled_from([*REQUIRED, spelling.IMAGE, "<｜latest_reminder｜>"]), st.text(
         st.characters(exclude_categories=["Cs"]), max_size=10))).map("".join)
 )  # fmt: skip
 def test_message_text_never_becomes_a_control_token(codec: ChatCodec, text: str) -> None:
@@ -246,7 +246,7 @@ def test_a_text_only_config_needs_no_image_token(raw_tokenizer, config: ModelCon
 
 
 def test_a_rare_role_without_its_token_is_refused_when_used(raw_tokenizer, config, tmp_path: Path) -> None:
-    raw = json.loads(json.dumps(raw_tokenizer).replace(json.dumps(spelling.LATEST_REMINDER), json.dumps("<｜other｜>")))
+    raw = json.loads(json.dumps(raw_tokenizer).replace(json.dumps("<｜latest_reminder｜>"), json.dumps("<｜other｜>")))
     codec = ChatCodec(_write(tmp_path, raw), config)
     with pytest.raises(ArtefactError, match="latest_reminder"):
         codec.render([*ASK, {"role": "latest_reminder", "content": "now"}])

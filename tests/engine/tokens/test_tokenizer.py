@@ -31,7 +31,7 @@ CONTROL = [
     spelling.THINK_END,
     spelling.DSML,
     spelling.IMAGE,
-    spelling.LATEST_REMINDER,
+    "<｜latest_reminder｜>",
 ]
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 hostile = st.lists(st.one_of(st.sampled_from(CONTROL), texts, st.sampled_from(["<", "｜", "▁", "think", ">"]))).map(

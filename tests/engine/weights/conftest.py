@@ -18,7 +18,7 @@ from deepinfer_engine.weights.tensor_spec import TensorSpec
 from deepinfer_engine.weights.writer import write_checkpoint
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors"
-SHARED = Path(__file__).resolve().parents[3] / ".." / "shared"
+V4_TINY = Path(__file__).resolve().parents[4] / "shared" / "golden" / "v4-tiny"
 
 
 def tiny_raw_config(**text: Any) -> dict[str, Any]:
@@ -84,8 +84,13 @@ def vectors() -> Path:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The folder of golden vectors beside the repository; skips where it is absent."""
-    folder = SHARED / "golden"
-    if not folder.is_dir():
-        pytest.skip("no golden vectors beside this clone")
-    return folder.resolve()
+    """The golden V4.1 checkpoint."""
+    return VECTORS / "v41-tiny-a" / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def golden_v4() -> Path:
+    """The golden V4 checkpoint, which is not in this repository; skips where it is not beside it."""
+    if not V4_TINY.is_dir():
+        pytest.skip("no V4 checkpoint shared/golden/v4-tiny beside the repository")
+    return V4_TINY / "checkpoint"

@@ -36,8 +36,8 @@ def test_dspark_draft_has_4705_tensors(vectors):
     assert plan["mtp.0.main_proj.scale"].shape == (32, 96)
 
 
-def test_plan_equals_the_headers_of_the_golden_v4_checkpoint(golden):
-    checkpoint = Checkpoint.open(golden / "v4-tiny" / "checkpoint")
+def test_plan_equals_the_headers_of_the_golden_v4_checkpoint(golden_v4):
+    checkpoint = Checkpoint.open(golden_v4)
     assert checkpoint.groups_present == {"backbone"}
     assert len(checkpoint.plan) == sum(len(h.tensors) for h in checkpoint.headers.values()) == 359
     assert checkpoint.tensor("layers.0.ffn.gate.tid2eid").shape == (320, 3)
