@@ -149,6 +149,8 @@ def command(
     live = format is OutputFormat.text and len(jobs) == 1 and out is None
     with engine:
         results = _answer(engine, jobs, sampling, grammar, live=live, quiet=quiet)
+    for line in engine.notes():
+        render.note(line, quiet=quiet)
     if not live:
         render.deliver(_text(format, results, launch, loaded.digest), out)
     _summarise(results, quiet=quiet)

@@ -216,6 +216,10 @@ class Engine:
             for request_id in list(self._live):
                 self.abort(request_id)
 
+    def notes(self) -> list[str]:
+        """What went wrong beside the answers, one line each; complete after ``close``."""
+        return self.scheduler.reuse.notes()
+
     def __enter__(self) -> Engine:
         return self
 
@@ -302,9 +306,11 @@ class Engine:
         self.times.build_ms.append(out.build_ms)
         self.times.run_ms.append(out.run_ms)
         self.scheduler.observe(flight.plan, out.run_ms)
-        self.scheduler.reuse.keep(out.moved)
         events: list[TokenEvent | Completion] = []
-        for drawn in self.scheduler.commit(flight.plan, out.tokens):
+        committed = self.scheduler.commit(flight.plan, out.tokens)
+        # after the commit, which tells whose exports are worth keeping
+        self.scheduler.reuse.keep(out.moved, [drawn.seq for drawn in committed if drawn.reason != "error"])
+        for drawn in committed:
             events += self._post(drawn, out.logprobs.get(drawn.seq.uid), now)
         self.times.post_ms.append((time.perf_counter() - now) * 1000)
         return events

@@ -243,7 +243,8 @@ class PlannedRow(NamedTuple):
 class Move:
     """KV to copy out of or into the cache, in step order. ``at``: block, or ring slot of a window that ends at ``end``.
 
-    An import carries its ``data``; an export its ``key``, lineage, and whether it goes to the store.
+    An import carries its ``data``; an export its ``key``, lineage, whether it goes to the store, and as ``owner`` the
+    (uid, generation) of the sequence that computed it (None: a kept block that is given up).
     """
 
     kind: Literal["import_block", "export_block", "import_window", "export_window"]
@@ -253,6 +254,7 @@ class Move:
     data: bytes = b""
     replayed: bool = False
     store: bool = False
+    owner: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
@@ -149,6 +150,110 @@ def test_blocks_return_from_the_store_in_another_process(cold, backend, tmp_path
         assert reused(other) == (0, 0) and drawn(other) == cold[390]
 
 
+def poison(engine: Engine, *, at_call: int) -> None:
+    """From its ``at_call``-th forward on, every row's logits are NaN."""
+    forward, calls = engine.runner.model.forward, []
+
+    def poisoned(batch, *args):
+        out = forward(batch, *args)
+        calls.append(1)
+        if len(calls) >= at_call and len(out.logits):
+            with torch.inference_mode():
+                out.logits.fill_(torch.nan)
+        return out
+
+    engine.runner.model.forward = poisoned
+
+
+def heal(engine: Engine) -> None:
+    del engine.runner.model.forward  # the class has the right one
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_kv_of_non_finite_logits_reaches_no_tier(cold, overlap, tmp_path):
+    store = {"cache.store.backend": "posix", "cache.store.path": str(tmp_path / "kv")}
+    with open_engine(**WINDOWS, **store, **{"sched.overlap": overlap}) as engine:
+        poison(engine, at_call=1)  # 390 tokens are two chunks: the first one's exports come before the first draw
+        failed = ask(engine, prompt(390), "a")
+        assert failed.error == "non_finite_logits" and engine.steps >= 2
+        reuse = engine.scheduler.reuse
+        assert len(reuse.tiers.windows) == 0 and reuse.device[0].kept == 0
+        heal(engine)
+        assert reused(ask(engine, prompt(300, 8), "other")) == (0, 0)
+    names = [path.stem for path in (tmp_path / "kv").rglob("*.kv")]
+    assert len(names) == 2 and engine.notes() == [], "only the blocks of the sound request are stored"
+    with open_engine(**WINDOWS, **store) as engine:
+        again = ask(engine, prompt(390))
+        assert reused(again) == (0, 0) and drawn(again) == cold[390]
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_blocks_and_windows_that_a_failed_request_took_over_are_forgotten_too(cold, overlap):
+    small = {**WINDOWS, "cache.hbm_tokens_per_rank": "1024", "cache.host_gib_per_rank": "0.01"}
+    with open_engine(**small, **{"sched.overlap": overlap}) as engine:
+        ask(engine, prompt(390), "a")
+        ask(engine, prompt(900, 7), "b")  # sends the blocks of a to host memory
+        reuse = engine.scheduler.reuse
+        keys = [key for key in reuse.tiers.host._held]
+        assert len(keys) >= 3 and len(reuse.tiers.windows) >= 1
+        poison(engine, at_call=1)
+        failed = ask(engine, prompt(390), "c")
+        assert reused(failed) == (256, 0) and failed.error == "non_finite_logits"
+        heal(engine)
+        again = ask(engine, prompt(390), "d")
+        assert reused(again) == (0, 0) and drawn(again) == cold[390]
+
+
+@pytest.mark.parametrize("backend", ["segment", "posix"])
+def test_a_store_that_cannot_be_read_costs_time_and_is_told(cold, backend, tmp_path, monkeypatch):
+    changes = {**REPLAY, "cache.store.backend": backend, "cache.store.path": str(tmp_path / "kv")}
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390))
+        assert engine.notes() == []
+
+    def broken(fd, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    with open_engine(**changes) as engine:
+        monkeypatch.setattr("os.preadv", broken)
+        again = ask(engine, prompt(390))
+        monkeypatch.undo()
+        assert reused(again) == (0, 0) and drawn(again) == cold[390]
+    (note,) = engine.notes()
+    assert note.startswith("reading the KV store failed 3 times")
+    with open_engine(**changes) as engine:
+        assert reused(ask(engine, prompt(390))) == (256, 16), "an unreadable block is not lost"
+
+
+def test_a_fetch_that_fails_is_a_miss(cold, tmp_path, monkeypatch):
+    changes = {**REPLAY, "cache.store.backend": "posix", "cache.store.path": str(tmp_path / "kv")}
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390))
+    with open_engine(**changes) as engine:
+        store = engine.scheduler.reuse.tiers.store
+
+        def broken(keys):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(store, "get", broken)
+        again = ask(engine, prompt(390))
+        assert reused(again) == (0, 0) and drawn(again) == cold[390]
+        assert engine.scheduler.reuse.stats.fetch_failed == 1
+
+
+def test_what_the_store_did_not_take_is_told(tmp_path, monkeypatch):
+    changes = {**REPLAY, "cache.store.backend": "posix", "cache.store.path": str(tmp_path / "kv")}
+    with open_engine(**changes) as engine:
+        store = engine.scheduler.reuse.tiers.store
+
+        def locked(*args):
+            raise OSError(116, "Stale file handle")
+
+        monkeypatch.setattr(store, "put", locked)
+        assert ask(engine, prompt(390)).error is None
+    assert engine.notes() == ["the KV store took no more blocks, 3 were not stored: [Errno 116] Stale file handle"]
+
+
 def test_two_prompts_share_a_prefix_and_never_more(cold):
     with open_engine(**WINDOWS) as engine:
         ask(engine, prompt(390), "a")
@@ -192,8 +297,9 @@ def test_virtual_ranks_keep_their_own_blocks(cold):
 
 
 def test_rows_that_cannot_leave_the_device_are_refused_by_name():
-    with pytest.raises(ProfileError, match=r"cache.swa_pool_gib_per_rank keeps official records.*float"):
-        open_engine(**WINDOWS, **{"numerics.mode": "float"})
+    sets = [f"{key}={value}" for key, value in {**BASE, **WINDOWS, "numerics.mode": "float"}.items()]
+    with pytest.raises(ProfileError, match=r"cache.swa_pool_gib_per_rank is 0.01, but it keeps official records"):
+        load_profile("cpu-nano", sets)
     with open_engine(**REPLAY, **{"numerics.mode": "float"}) as engine:
         ask(engine, prompt(390), "a")
         assert reused(ask(engine, prompt(390), "b")) == (256, 16)

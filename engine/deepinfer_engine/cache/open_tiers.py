@@ -10,27 +10,19 @@ from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.store.interface import StoreOptions, open_store
 from deepinfer_engine.cache.tiers import HostBlocks, Tiers, WindowPool
 from deepinfer_engine.config.schema import Profile
-from deepinfer_engine.errors import ProfileError
 from deepinfer_engine.weights.checkpoint import Checkpoint
 
 
 def open_tiers(profile: Profile, shape: ReplayShape, checkpoint: Checkpoint, layout: KVLayout) -> Tiers:
     """Host memory, window pool and store of one process; its virtual ranks share them.
 
-    Raises ``ProfileError`` where rows cannot leave the device, ``ArtefactError`` and ``NotReadyError`` of the store.
+    Raises ``ArtefactError`` and ``NotReadyError`` of the store.
     """
     cache = profile.cache
-    lower = {
-        "cache.host_gib_per_rank": cache.host_gib_per_rank > 0,
-        "cache.swa_pool_gib_per_rank": cache.swa_pool_gib_per_rank > 0,
-        "cache.store.backend": cache.store.backend != "none",
-    }
-    asked = [key for key, wanted in lower.items() if wanted]
-    if asked and not layout.records:
-        raise ProfileError(
-            f"{asked[0]} keeps official records, numerics.mode float has f32 rows that are never stored",
-            hint="use numerics.mode fast or reference, or blocks of the device only",
-        )
+    # the profile's rules refuse tiers for rows that have no record form
+    assert layout.records or not (
+        cache.host_gib_per_rank or cache.swa_pool_gib_per_rank or cache.store.backend != "none"
+    )
     root = namespace_root(
         config=checkpoint.config.digest,
         weights=checkpoint.digest,

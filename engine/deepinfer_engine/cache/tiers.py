@@ -146,6 +146,10 @@ class WindowPool:
         self.stats.hits += 1
         return entry[1]
 
+    def drop(self, block_key: Key) -> None:
+        """Forget the window that ends with ``block_key``."""
+        self._remove(window_key(block_key, self.layers))
+
     def expire(self, now: float) -> None:
         """Drop what nobody used for ``ttl_s``; use order is expiry order."""
         while self._held:

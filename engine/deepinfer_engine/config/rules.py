@@ -159,16 +159,18 @@ def _cache(p: Profile) -> list[tuple[str, str]]:
                 f"sched.max_context_tokens {p.sched.max_context_tokens}",
             )
         )
+    tiers = (
+        ("cache.host_gib_per_rank", c.host_gib_per_rank),
+        ("cache.swa_pool_gib_per_rank", c.swa_pool_gib_per_rank),
+        ("cache.store.backend", "" if c.store.backend == "none" else c.store.backend),
+    )
+    asked = [(key, value) for key, value in tiers if value]
     if not c.prefix:
-        wants = (
-            ("cache.host_gib_per_rank", c.host_gib_per_rank),
-            ("cache.swa_pool_gib_per_rank", c.swa_pool_gib_per_rank),
-            ("cache.store.backend", "" if c.store.backend == "none" else c.store.backend),
-        )
+        bad += [(key, f"{key} is {value}, but cache.prefix is false and nothing would be kept") for key, value in asked]
+    elif p.numerics.mode == "float":
         bad += [
-            (key, f"{key} is {value}, but cache.prefix is false and nothing would be kept")
-            for key, value in wants
-            if value
+            (key, f"{key} is {value}, but it keeps official records and numerics.mode float has f32 rows instead")
+            for key, value in asked
         ]
     if c.store.backend != "none" and c.store.path is None:
         bad.append(("cache.store.backend", f"cache.store.backend {c.store.backend} needs cache.store.path"))

@@ -8,19 +8,22 @@ the moves in step order, so everything named here is there when a later step rea
 
 from __future__ import annotations
 
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 
 from deepinfer_engine.cache.pivots import due_pivot
 from deepinfer_engine.cache.pool import IdPool
 from deepinfer_engine.cache.prefix import DeviceBlocks, Key, extend_keys
 from deepinfer_engine.cache.replay import ReplayShape, ReplaySpan, plan_prefill
-from deepinfer_engine.cache.store.behind import WriteBehind
+from deepinfer_engine.cache.store.behind import DEPTH, WriteBehind
 from deepinfer_engine.cache.tiers import Payload, PrefixMatch, Tiers, match_prefix
 from deepinfer_engine.config.model import BLOCK_TOKENS
+from deepinfer_engine.errors import DeepInferError
 from deepinfer_engine.types import Move, Sequence
 
 
@@ -41,6 +44,8 @@ class ReuseStats:
     cached_tokens: int = 0
     replayed_tokens: int = 0
     fetch_late: int = 0
+    fetch_failed: int = 0
+    unproven_dropped: int = 0
     windows_kept: int = 0
 
 
@@ -61,6 +66,10 @@ class Reuse:
         self._after: list[Move] = []
         self._fetches: dict[int, _Fetch] = {}
         self._staged: dict[int, dict[Key, Payload]] = {}
+        # exports by (uid, generation), held until a finite draw shows that what they were computed with is sound
+        self._unproven: dict[tuple[int, int], list[tuple[Move, Payload]]] = {}
+        self._ended: list[tuple[int, int]] = []
+        self._spilling: set[Key] = set()
         self._reader = ThreadPoolExecutor(1, "kv-fetch") if self.tiers is not None and self.tiers.store else None
         self._behind = WriteBehind(self.tiers.store) if self.tiers is not None and self.tiers.store else None
 
@@ -76,7 +85,11 @@ class Reuse:
             return
         near = max(len(d.match(seq.keys)) for d in self.device)
         keys = [k for k in seq.keys[near:] if k not in tiers.host]
-        keys = keys[: tiers.store.match(keys)]
+        try:
+            keys = keys[: tiers.store.match(keys)]
+        except (OSError, sqlite3.Error):
+            self.stats.fetch_failed += 1
+            return
         if keys:
             late = self.clock() + tiers.fetch_s
             self._fetches[seq.uid] = _Fetch(keys, self._reader.submit(tiers.store.get, keys), late)
@@ -92,6 +105,9 @@ class Reuse:
         if not fetch.payloads.done():
             self.stats.fetch_late += 1
             return True
+        if fetch.payloads.exception() is not None:
+            self.stats.fetch_failed += 1
+            return True
         found = zip(fetch.keys, fetch.payloads.result(), strict=True)
         self._staged[seq.uid] = {key: payload for key, payload in found if payload is not None}
         return True
@@ -101,10 +117,7 @@ class Reuse:
         pending = list(self._fetches.values())
         if pending:
             first = min(pending, key=lambda f: f.deadline)
-            try:
-                first.payloads.result(max(0.0, first.deadline - self.clock()))
-            except TimeoutError:
-                return
+            wait_for([first.payloads], max(0.0, first.deadline - self.clock()))
 
     # ----------------------------------------------------------------- place
 
@@ -113,6 +126,7 @@ class Reuse:
         device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
         found, staged, now = PrefixMatch(), self._staged.pop(seq.uid, {}), self.clock()
         if self.tiers is not None:
+            self._unproven[_owner(seq)] = []
             extend_keys(self.tiers.root, seq.keys, seq.token_ids)
             found = match_prefix(seq.keys, device, self.tiers.host, _Staged(staged), self.tiers.windows, now)
         need = -(-len(seq.token_ids) // BLOCK_TOKENS)
@@ -159,11 +173,9 @@ class Reuse:
     def _take(self, device: DeviceBlocks, base: int, count: int) -> list[int]:
         blocks, spilled = device.take(count)
         if self.tiers is not None and self.tiers.host.capacity:
-            self._before += [
-                Move("export_block", base + s.block, key=s.key, replayed=s.replayed)
-                for s in spilled
-                if s.key not in self.tiers.host
-            ]
+            wanted = [s for s in spilled if s.key not in self.tiers.host]
+            self._before += [Move("export_block", base + s.block, key=s.key, replayed=s.replayed) for s in wanted]
+            self._spilling.update(s.key for s in wanted)
         return blocks
 
     def grow(self, seq: Sequence, count: int) -> None:
@@ -187,7 +199,9 @@ class Reuse:
                 block, key = seq.block_ids[seq.published], seq.keys[seq.published]
                 fresh = device.publish(block - base, key, replayed=replayed)
                 if fresh and tiers.store is not None:
-                    self._after.append(Move("export_block", block, key=key, replayed=replayed, store=True))
+                    self._after.append(
+                        Move("export_block", block, key=key, replayed=replayed, store=True, owner=_owner(seq))
+                    )
                 seq.published += 1
         pivot = due_pivot(seq.windowed, known)
         # the rings hold the windows before a pivot until more than the rollback rows follow
@@ -196,7 +210,9 @@ class Reuse:
             seq.windowed = pivot
             key = seq.keys[pivot // BLOCK_TOKENS - 1]
             if not (replayed and tiers.windows.strict) and not tiers.windows.has(key, self.clock()):
-                self._after.append(Move("export_window", seq.slot, pivot, key=key, replayed=replayed))
+                self._after.append(
+                    Move("export_window", seq.slot, pivot, key=key, replayed=replayed, owner=_owner(seq))
+                )
 
     def stop(self, seq: Sequence) -> int:
         """Where a prefill chunk ends so that the windows there can be kept; 0: anywhere."""
@@ -217,26 +233,69 @@ class Reuse:
         self._before, self._after = [], []
         return before, after
 
-    def keep(self, moved: Items[tuple[Move, bytes]]) -> None:
-        """Payloads that came back from a step's exports, into their tiers."""
+    def keep(self, moved: Items[tuple[Move, bytes]], proven: Iterable[Sequence]) -> None:
+        """Payloads of a step's exports, into their tiers; called once its draws are committed.
+
+        ``proven``: sequences that drew a finite token in it. Their exports are kept, those of running ones are held,
+        and those of sequences that ended or were preempted without such a draw are dropped.
+        """
         for move, data in moved:
-            assert self.tiers is not None
             payload = Payload(data, move.replayed)
-            if move.kind == "export_window":
-                self.stats.windows_kept += self.tiers.windows.put(move.key, payload, self.clock())
-            elif move.store and self._behind is not None:
-                self._behind.put(move.key, payload)
-            else:
-                self.tiers.host.put(move.key, payload)
+            if move.owner is None:
+                self._keep_spilled(move, payload)
+            elif (held := self._unproven.get(move.owner)) is not None:
+                held.append((move, payload))
+        for seq in proven:
+            held = self._unproven.get(_owner(seq), [])
+            for move, payload in held:
+                self._put(move, payload)
+            held.clear()
+        for owner in self._ended:
+            self._unproven.pop(owner, None)
+        self._ended.clear()
+        self._bound_unproven()
+
+    def _keep_spilled(self, move: Move, payload: Payload) -> None:
+        assert self.tiers is not None
+        if move.key in self._spilling:  # it leaves the set when the block proves wrong on its way
+            self._spilling.discard(move.key)
+            self.tiers.host.put(move.key, payload)
+
+    def _put(self, move: Move, payload: Payload) -> None:
+        assert self.tiers is not None
+        if move.kind == "export_window":
+            self.stats.windows_kept += self.tiers.windows.put(move.key, payload, self.clock())
+        elif self._behind is not None:
+            self._behind.put(move.key, payload)
+
+    def _bound_unproven(self) -> None:
+        """Give up the last held exports above what the writer's queue takes, so that long prompts bound host memory."""
+        above = sum(len(held) for held in self._unproven.values()) - DEPTH
+        for held in reversed(self._unproven.values()):
+            if above <= 0:
+                return
+            gone = min(above, len(held))
+            del held[len(held) - gone :]
+            self.stats.unproven_dropped += gone
+            above -= gone
 
     # --------------------------------------------------------------- release
 
     def release(self, seq: Sequence, *, wrong: bool = False) -> None:
-        """A sequence ends or is preempted; ``wrong``: what it computed must not be reused."""
+        """A sequence ends or is preempted; ``wrong``: what it computed, and what it took over, must not be reused.
+
+        What it took over goes too, because it may be the cause: another sequence computed it and never drew.
+        """
         device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
-        if wrong and seq.span is not None:
-            for key in seq.keys[seq.span.reused // BLOCK_TOKENS : seq.published]:
+        if self.tiers is not None and not wrong:
+            self._ended.append(_owner(seq))
+        if self.tiers is not None and wrong:
+            self._unproven.pop(_owner(seq), None)
+            for key in seq.keys:
                 device.drop(key)
+                self._spilling.discard(key)
+                self.tiers.host.drop(key)
+                self.tiers.windows.drop(key)
         device.release([b - base for b in seq.block_ids])
         seq.block_ids = []
         seq.published = 0
@@ -247,13 +306,42 @@ class Reuse:
         self._staged.pop(seq.uid, None)
 
     def close(self) -> None:
-        """Finish writing behind."""
+        """Finish writing behind; reads that have not begun are cancelled."""
         if self._reader is not None:
-            self._reader.shutdown()
-        if self._behind is not None:
-            self._behind.close()
-        if self.tiers is not None and self.tiers.store is not None:
-            self.tiers.store.close()
+            self._reader.shutdown(cancel_futures=True)
+        written = self._behind is None or self._behind.close()
+        if written and self.tiers is not None and self.tiers.store is not None:
+            try:
+                self.tiers.store.close()
+            except (OSError, sqlite3.Error, DeepInferError) as exc:  # the answers are right without what it still held
+                assert self._behind is not None
+                self._behind.failed = self._behind.failed or exc
+
+    def notes(self) -> list[str]:
+        """What the store did not do, one sentence each; complete after ``close``."""
+        out: list[str] = []
+        behind, stats = self._behind, self.stats
+        if self.tiers is None or self.tiers.store is None or behind is None:
+            return out
+        lost = behind.dropped + stats.unproven_dropped
+        if behind.failed is not None:
+            out.append(f"the KV store took no more blocks, {lost} were not stored: {_said(behind.failed)}")
+        elif lost:
+            out.append(f"{lost} blocks were not stored: the KV store is slower than the engine")
+        failed = self.tiers.store.read_errors + stats.fetch_failed
+        if failed:
+            out.append(f"reading the KV store failed {failed} times; blocks it did not give were computed instead")
+        return out
+
+
+def _owner(seq: Sequence) -> tuple[int, int]:
+    """One life of a sequence, from its placing to its end or preemption."""
+    return seq.uid, seq.generation
+
+
+def _said(exc: Exception) -> str:
+    """An error in one line."""
+    return " ".join(str(exc).split()) or type(exc).__name__
 
 
 class _Staged:

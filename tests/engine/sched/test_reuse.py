@@ -11,7 +11,7 @@ from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.tiers import HostBlocks, Tiers, WindowPool
 from deepinfer_engine.sched.rows import plan_decode
 from deepinfer_engine.sched.scheduler import Limits, Scheduler
-from deepinfer_engine.types import Request, SamplingParams, Sequence, StepPlan
+from deepinfer_engine.types import Move, Request, SamplingParams, Sequence, StepPlan
 
 B, W, ROOT = 128, 16, b"root"
 
@@ -21,6 +21,7 @@ class NamedCache:
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
+        self.moved: list[tuple[Move, bytes]] = []
         self.windows: dict[int, tuple[bytes, int]] = {}  # slot → (key of the block that ends there, end)
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> dict[int, int]:
@@ -48,8 +49,13 @@ class NamedCache:
             data = self.blocks[move.at] if move.kind == "export_block" else move.key
             assert data == move.key
             moved.append((move, data))
-        scheduler.reuse.keep(moved)
+        self.moved = moved
         return tokens
+
+    def finish(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """Run a plan, then commit its draws and keep its exports as the engine does."""
+        drawn = scheduler.commit(plan, self.run(plan, scheduler))
+        scheduler.reuse.keep(self.moved, [d.seq for d in drawn if d.reason != "error"])
 
     def check(self, seq: Sequence, start: int) -> None:
         """All whole blocks below the row hold this sequence's past; a hit with windows has its own windows."""
@@ -95,7 +101,7 @@ def test_every_row_reads_its_own_past(seed, encoder, host, windows):
             scheduler._preempt(scheduler.running[rng.choice(list(scheduler.running))])
         scheduler._mean_new = 1.0  # the router expects short answers and admits more than fits
         plan = scheduler.schedule()
-        scheduler.commit(plan, cache.run(plan, scheduler))
+        cache.finish(plan, scheduler)
         if steps % 16 == 0:
             scheduler.verify()
         steps += 1
@@ -121,7 +127,7 @@ def test_a_full_cache_preempts_by_what_victims_really_free():
         while scheduler.busy:
             scheduler._mean_new = 1.0  # the router expects short answers
             plan = scheduler.schedule()
-            scheduler.commit(plan, cache.run(plan, scheduler))
+            cache.finish(plan, scheduler)
         hits += scheduler.reuse.stats.hits
         preemptions += scheduler.preemptions
     assert hits > 10 and preemptions > 3

@@ -9,27 +9,28 @@ import time
 from deepinfer_engine.cache.prefix import Key
 from deepinfer_engine.cache.store.interface import BlockStore, TrafficClass
 from deepinfer_engine.cache.tiers import Payload
-from deepinfer_engine.errors import CapacityError
 
-#: blocks waiting to be written; 64 of the release are 7 MiB
-_DEPTH = 64
+#: blocks waiting to be written; 1024 of the release are 111 MiB, the prompt of 131072 tokens that arrives at once
+DEPTH = 1024
 #: puts between two collections: the capacity is kept to within this many blocks
 _COLLECT_EVERY = 1024
+#: seconds that ``close`` waits for the store; a mount that hangs is left to its thread
+_CLOSE_S = 60.0
 
 
 class WriteBehind:
     """One thread that puts blocks, and collects what expired or is above the capacity.
 
-    ``dropped`` counts writes given up because the queue was full. ``failed`` is the store's complaint that ended
-    writing (a full disk); what is read stays available.
+    ``dropped`` counts writes given up because the queue was full or the store had failed. ``failed`` is the complaint
+    that ended writing (a full disk, a locked index); what is read stays available.
     """
 
     def __init__(self, store: BlockStore, traffic: TrafficClass = "chat"):
         self.dropped = 0
-        self.failed: CapacityError | None = None
+        self.failed: Exception | None = None
         self._store = store
         self._traffic: TrafficClass = traffic
-        self._queue: queue.Queue[tuple[Key, Payload] | None] = queue.Queue(_DEPTH)
+        self._queue: queue.Queue[tuple[Key, Payload] | None] = queue.Queue(DEPTH)
         self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
         self._thread.start()
 
@@ -53,10 +54,21 @@ class WriteBehind:
                 self._store.put(*item, self._traffic)
                 if self._queue.empty():
                     self._store.flush()
-            except CapacityError as exc:
+            except Exception as exc:  # the boundary of a thread: nobody else hears of it, and the queue must drain
                 self.failed = exc
+                self.dropped += 1
 
-    def close(self) -> None:
-        """Write what is queued and end."""
-        self._queue.put(None)
-        self._thread.join()
+    def close(self, wait_s: float = _CLOSE_S) -> bool:
+        """Write what is queued and end; False when the store did not come back within ``wait_s``."""
+        until = time.monotonic() + wait_s
+        try:
+            self._queue.put(None, timeout=wait_s)
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self.dropped += self._queue.qsize()
+            self.failed = self.failed or TimeoutError(f"the store did not answer within {wait_s:.0f} s")
+            return False
+        return True

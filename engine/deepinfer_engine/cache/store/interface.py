@@ -47,6 +47,7 @@ class StoreStats:
     hits: int = 0
     misses: int = 0
     corrupt: int = 0
+    read_errors: int = 0
     recovered: int = 0
     renewed: int = 0
 
@@ -70,7 +71,14 @@ class Cleaned:
 
 
 class BlockStore(Protocol):
-    """Safe to call from several threads. Expired, missing, torn and flipped records are all misses."""
+    """Safe to call from several threads. Expired, missing, torn and flipped records are all misses.
+
+    So is what ``match`` and ``get`` cannot read because the file system or the index fails; it stays where it is and
+    counts in ``read_errors``, as does a block that was read but could not be renewed or removed.
+    """
+
+    @property
+    def read_errors(self) -> int: ...
 
     def match(self, keys: Sequence[Key]) -> int:
         """Length of the longest run of ``keys`` from the first on that is indexed; reads no payload."""

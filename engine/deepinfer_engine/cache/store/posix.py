@@ -9,6 +9,7 @@ the store for a local disk.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import threading
@@ -35,6 +36,18 @@ _READERS = 8
 _LOW_WATER = 0.9
 #: a temporary file this old was left by a process that died
 _ORPHAN_S = 3600
+#: what a file is that another process removed; NFS says the second for one it had looked up
+_VANISHED = (errno.ENOENT, errno.ESTALE)
+
+
+def _used(path: Path) -> float | None:
+    """Unix seconds of a file's last use; None when it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError as exc:
+        if exc.errno not in _VANISHED:
+            raise
+        return None
 
 
 class PosixStore:
@@ -48,6 +61,15 @@ class PosixStore:
         self._buffers = Buffers()
         self._pool: ThreadPoolExecutor | None = None
         self._stats = StoreStats("posix")
+
+    @property
+    def read_errors(self) -> int:
+        """Reads that failed and counted as misses."""
+        return self._stats.read_errors
+
+    def _unreadable(self) -> None:
+        with self._lock:
+            self._stats.read_errors += 1
 
     def _path(self, key: Key) -> Path:
         if self.options.namespace is None:
@@ -64,12 +86,16 @@ class PosixStore:
                     return i
             except FileNotFoundError:
                 return i
+            except OSError:
+                self._unreadable()
+                return i
         return len(keys)
 
     def put(self, key: Key, payload: Payload, traffic: TrafficClass = "chat") -> bool:
         """See ``BlockStore``."""
         path, now, ttl = self._path(key), self._clock(), self.options.ttl_s[traffic]
-        if path.exists() and path.stat().st_mtime + ttl / 2 > now:
+        used = _used(path)
+        if used is not None and used + ttl / 2 > now:
             with self._lock:
                 self._stats.already += 1
             return False
@@ -121,10 +147,16 @@ class PosixStore:
             header, payload, used = self._read(path, key)
         except FileNotFoundError:
             return None
+        except OSError:
+            self._unreadable()
+            return None
         except BadRecord:
-            path.unlink(missing_ok=True)
             with self._lock:
                 self._stats.corrupt += 1
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                self._unreadable()
             return None
         ttl = header.expiry - header.created
         if used + ttl <= now:
@@ -134,6 +166,9 @@ class PosixStore:
                 os.utime(path, (now, now))
             except FileNotFoundError:
                 return payload  # removed meanwhile; what was read is still right
+            except OSError:
+                self._unreadable()
+                return payload
             with self._lock:
                 self._stats.renewed += 1
         return payload
@@ -144,10 +179,7 @@ class PosixStore:
             status = os.fstat(fd)
             size = -(-status.st_size // PAGE) * PAGE
             view = memoryview(self._buffers.get(max(size, PAGE)))[:size]
-            try:
-                got = os.preadv(fd, [view], 0) if size else 0
-            except OSError as exc:
-                raise BadRecord(f"read failed: {exc.strerror}") from None
+            got = os.preadv(fd, [view], 0) if size else 0
             return (*decode(view[:got], key), status.st_mtime)
         finally:
             os.close(fd)
@@ -158,12 +190,22 @@ class PosixStore:
     def _files(self) -> Iterator[Path]:
         yield from self.options.path.glob("*/*/*/*.kv")
 
+    def _found(self) -> Iterator[tuple[Path, os.stat_result, int]]:
+        """Every file with its status and lifetime; one that another process removes meanwhile is not there."""
+        for path in self._files():
+            try:
+                status, ttl = path.stat(), self._lifetime(path)
+            except OSError as exc:
+                if exc.errno not in _VANISHED:
+                    raise
+                continue
+            yield path, status, ttl
+
     def collect(self, now: float) -> Cleaned:
         """Remove expired files and orphans of dead writers, then the least recently used above the capacity."""
         files = size = 0
         kept: list[tuple[float, int, Path]] = []
-        for path in self._files():
-            status, ttl = path.stat(), self._lifetime(path)
+        for path, status, ttl in self._found():
             if status.st_mtime + ttl <= now:
                 path.unlink(missing_ok=True)
                 files, size = files + 1, size + status.st_size
@@ -177,7 +219,8 @@ class PosixStore:
                 path.unlink(missing_ok=True)
                 files, size, total = files + 1, size + bytes_, total - bytes_
         for part in self.options.path.glob("*/*/*/.*.part"):
-            if now - part.stat().st_mtime > _ORPHAN_S:
+            written = _used(part)
+            if written is not None and now - written > _ORPHAN_S:
                 part.unlink(missing_ok=True)
         return Cleaned(files, size, files)
 
@@ -191,7 +234,7 @@ class PosixStore:
         return header.expiry - header.created
 
     def check(self) -> Iterator[Checked]:
-        """Read every file; a wrong one is reported and removed."""
+        """Read every file; a wrong one is reported and removed, one that cannot be read is reported."""
         for path in self._files():
             problem = ""
             try:
@@ -201,12 +244,14 @@ class PosixStore:
             except (BadRecord, ValueError) as exc:
                 problem = str(exc)
                 path.unlink(missing_ok=True)
+            except OSError as exc:
+                problem = f"read failed: {exc.strerror}"
             yield Checked(str(path.relative_to(self.options.path)), 0, problem)
 
     def stats(self) -> StoreStats:
         """See ``BlockStore``; walks all files."""
         now = self._clock()
-        found = [(path.stat(), self._lifetime(path)) for path in self._files()]
+        found = [(status, ttl) for _, status, ttl in self._found()]
         with self._lock:
             self._stats.blocks = self._stats.files = len(found)
             self._stats.bytes = sum(status.st_size for status, _ in found)

@@ -15,6 +15,7 @@ import fcntl
 import os
 import re
 import secrets
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -229,10 +230,26 @@ class SegmentStore:
             found.update(more)
         return found
 
+    @property
+    def read_errors(self) -> int:
+        """Reads that failed and counted as misses."""
+        return self._stats.read_errors
+
+    def _unreadable(self) -> None:
+        with self._lock:
+            self._stats.read_errors += 1
+
+    def _find_for_reading(self, keys: Sequence[Key]) -> dict[Key, Place]:
+        try:
+            return self._find(keys)
+        except sqlite3.Error:
+            self._unreadable()
+            return {}
+
     def match(self, keys: Sequence[Key]) -> int:
         """See ``BlockStore``."""
         now = self._clock()
-        places = self._find(keys)
+        places = self._find_for_reading(keys)
         for i, key in enumerate(keys):
             place = places.get(key)
             if place is None or place.expiry <= now:
@@ -241,7 +258,7 @@ class SegmentStore:
 
     def get(self, keys: Sequence[Key]) -> list[Payload | None]:
         """See ``BlockStore``; up to eight reads are in flight."""
-        places = self._find(keys)
+        places = self._find_for_reading(keys)
         out: list[Payload | None] = [None] * len(keys)
 
         def read_share(first: int, step: int) -> None:
@@ -262,6 +279,13 @@ class SegmentStore:
         return out
 
     def _get_one(self, key: Key, place: Place | None) -> Payload | None:
+        try:
+            return self._get_at(key, place)
+        except (OSError, sqlite3.Error):
+            self._unreadable()
+            return None
+
+    def _get_at(self, key: Key, place: Place | None) -> Payload | None:
         for _ in range(2):  # a place from memory may be stale: the index is asked once more
             if place is None:
                 return None
@@ -290,10 +314,7 @@ class SegmentStore:
     def _read(self, file: _Open, offset: int) -> memoryview:
         stride = file.segment.stride
         view = memoryview(self._buffers.get(stride))[:stride]
-        try:
-            return view[: os.preadv(file.fd, [view], offset)]
-        except OSError as exc:
-            raise BadRecord(f"read failed: {exc.strerror}") from None
+        return view[: os.preadv(file.fd, [view], offset)]
 
     def _remember_use(self, key: Key, payload: Payload, traffic: str, left: float) -> None:
         kind = cast(TrafficClass, traffic)
@@ -340,7 +361,11 @@ class SegmentStore:
             finally:
                 os.close(fd)
         for part in self.options.path.glob("*/*.seg.part"):
-            if self._clock() - part.stat().st_mtime > _HOUR:
+            try:
+                written = part.stat().st_mtime
+            except FileNotFoundError:
+                continue  # renamed or removed by another process meanwhile
+            if self._clock() - written > _HOUR:
                 part.unlink(missing_ok=True)
 
     def _scan(self, fd: int, name: str) -> None:
@@ -413,7 +438,7 @@ class SegmentStore:
             return 0
 
     def check(self) -> Iterator[Checked]:
-        """Read every indexed record; a wrong one is reported and leaves the index."""
+        """Read every indexed record; a wrong one is reported and leaves the index, an unreadable one is reported."""
         self.flush()
         for key, place in self._index.all():
             file = self._file(place.segment)
@@ -429,6 +454,8 @@ class SegmentStore:
                 self._index.remove(key, place)
                 with self._lock:
                     self._places.pop(key, None)
+            except OSError as exc:
+                problem = f"read failed: {exc.strerror}"
             finally:
                 self._release(file)
             yield Checked(file.segment.name, place.offset, problem)
