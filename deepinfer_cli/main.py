@@ -148,6 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _is_out_of_memory(exc: Exception) -> bool:
+    """Whether the host or a device ran out of memory; torch's host allocator says so in words only."""
+    named = isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(exc)
+
+
 def _usage_error(exc: Any) -> tuple[str, str]:
     """Message and hint of a complaint about the command line, in the form of all other errors."""
     text = exc.format_message().replace("Value error, ", "").rstrip(".")

@@ -209,3 +209,13 @@ def test_batch_line_with_a_grammar(model: Path, tmp_path: Path):
     assert json.loads(chat["response"]["body"]["choices"][0]["message"]["content"]) in (True, False)
     assert raw["content"] == "xxx" and raw["finish_reason"] == "stop"
     assert bad["error"]["code"] == "grammar"
+
+
+@pytest.mark.parametrize("failure", [MemoryError("64 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_running_out_of_memory_is_not_a_bug(monkeypatch, capsys, failure):
+    def fail(*args, **options):
+        raise failure
+
+    monkeypatch.setattr("deepinfer_engine.launch.prepare", fail)
+    assert main(["run", "1+1?"]) == 3
+    assert "out of memory" in capsys.readouterr().err
