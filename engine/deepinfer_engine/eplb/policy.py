@@ -2,8 +2,8 @@
 
 Statement, per layer:
 
-1. Counts are divided by their greatest common divisor; mean and covariance of expert loads over the window
-   (``moments``).
+1. Counts are divided by their greatest common divisor; expected load, weighted to the recent past where that forecasts
+   better, and covariance of expert loads over the window (``moments``).
 2. Replicas by largest mean ÷ copies, then longest-first placement on mean + one standard deviation (``placement``).
 3. Swap search against the expected peak (``search``).
 4. If a rank's mean stays above 1.05, the steps 2 and 3 are repeated from eight flatter replica rules, mean^α with z
@@ -42,7 +42,7 @@ from deepinfer_engine.eplb.search import SearchRules
 from deepinfer_engine.errors import ArtefactError, UsageError
 
 #: Name and version stamped into plans; changes whenever the same input may give another plan.
-ALGORITHM = "covariance-swap/1"
+ALGORITHM = "covariance-swap/2"
 
 #: A rank whose mean stays above this after the search is worth the eight other starts.
 HARD_RANK = 1.05
@@ -253,6 +253,8 @@ class _Part:
         else:
             self.m = loops.moments(counts_ME)
         scale = float(ranks)
+        # What copies are given by: totals, exact, unless the recent past says more.
+        self.weight_E = self._weights(0.0, 1.0) if self.m.recent else self.m.total_E
         self.mean_E, self.cov_EE = self.m.mean_E * scale, self.m.cov_EE * (scale * scale)
 
     def _weights(self, z: float, alpha: float) -> np.ndarray:
@@ -281,7 +283,7 @@ class _Part:
         return candidates[scored.index(min(scored))]
 
     def cold(self) -> Candidate:
-        copies_E = self.loops.replica_counts(self.m.total_E, self.ranks, self.ranks * self.slots)
+        copies_E = self.loops.replica_counts(self.weight_E, self.ranks, self.ranks * self.slots)
         found = [self._searched(copies_E, "mean")]
         if self._hard(found[0][0]):
             seen = {copies_E.tobytes()}
@@ -290,7 +292,10 @@ class _Part:
                 if other_E.tobytes() not in seen:
                     seen.add(other_E.tobytes())
                     found.append(self._searched(other_E, f"z{z:g}a{alpha:g}"))
-        found.append((self.loops.longest_first(self.m.total_E, copies_E, self.ranks), "longest-first", 0))
+        plain_E = copies_E
+        if self.m.recent:
+            plain_E = self.loops.replica_counts(self.m.total_E, self.ranks, self.ranks * self.slots)
+        found.append((self.loops.longest_first(self.m.total_E, plain_E, self.ranks), "longest-first", 0))
         return self._best(found)
 
     def warm(self, held: list[list[int]]) -> Candidate:
@@ -299,7 +304,7 @@ class _Part:
         complete = layout.complete(held, experts, self.slots)
         cap = self.settings.max_moves
         replicas = replica_cap(experts, self.ranks, self.ranks * self.slots)
-        start_RS = layout.inherited(held, self.m.total_E, self.slots, replicas, cap)
+        start_RS = layout.inherited(held, self.weight_E, self.slots, replicas, cap)
         held_RE = np.zeros((self.ranks, experts), bool)
         for r, row in enumerate(held):
             held_RE[r, [e for e in row if e >= 0]] = True
