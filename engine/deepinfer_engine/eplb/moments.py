@@ -143,13 +143,16 @@ def quantised(counts_ME: np.ndarray, blocks_BE: np.ndarray, mean_E: np.ndarray) 
     return y_ME, unit_E / QUANT
 
 
-def expected(counts_ME: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Block sums [B, E], totals [E], expected share [E] and whether it favours the recent past, of usable steps."""
+def expected(counts_ME: np.ndarray, ahead: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Block sums [B, E], totals [E], expected share [E] and whether it favours the recent past, of usable steps.
+
+    Only with ``ahead`` may it.
+    """
     steps = counts_ME.shape[0]
     blocks = block_count(steps)
     block_BE = block_sums(counts_ME, blocks) if blocks else np.empty((0, counts_ME.shape[1]), np.int64)
     total_E = block_BE.sum(axis=0) if blocks else counts_ME.sum(axis=0)
-    recent_E = forecast(block_BE)
+    recent_E = forecast(block_BE) if ahead else None
     return block_BE, total_E, _share(total_E) if recent_E is None else recent_E, recent_E is not None
 
 
@@ -179,11 +182,11 @@ def noise_only(mean_E: np.ndarray, tokens_per_step: float) -> np.ndarray:
     return np.diag(mean_E / tokens_per_step)
 
 
-def layer_moments(counts_ME: np.ndarray) -> LayerMoments:
-    """Moments of one layer from reduced int64 counts [M, E] with at least one token."""
+def layer_moments(counts_ME: np.ndarray, ahead: bool = True) -> LayerMoments:
+    """Moments of one layer from reduced int64 counts [M, E] with at least one token; ``ahead`` as in ``expected``."""
     counts_ME = usable(counts_ME)
     steps = counts_ME.shape[0]
-    block_BE, total_E, mean_E, recent = expected(counts_ME)
+    block_BE, total_E, mean_E, recent = expected(counts_ME, ahead)
     tokens = float(int(total_E.sum()))
     per_step = tokens / steps
     if steps < MIN_STEPS:

@@ -131,10 +131,10 @@ class NativeLoops:
         self._peaks.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _I64, _I64)
         self._peaks.restype = _I64
 
-    def moments(self, counts_ME: np.ndarray) -> LayerMoments:
+    def moments(self, counts_ME: np.ndarray, ahead: bool = True) -> LayerMoments:
         counts_ME, stride = _rows(moments.usable(counts_ME))
         steps, experts = counts_ME.shape
-        block_BE, total_E, mean_E, recent = moments.expected(counts_ME)
+        block_BE, total_E, mean_E, recent = moments.expected(counts_ME, ahead)
         tokens = int(total_E.sum())
         per_step = float(tokens) / steps
         if steps < moments.MIN_STEPS:
