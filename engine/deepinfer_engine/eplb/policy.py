@@ -12,9 +12,9 @@ Statement, per layer:
    taken; the earliest wins a tie. So no layer is ever worse on its window than longest-first.
 
 With an old plan the search starts from it, is repeated, and pays for every expert a rank would have to receive;
-surviving experts keep their slots, and no layer is ever worse on its window than it was. Expected loads are then plain
-means: most slots stay for several windows, and few moves are wasted on following the last steps. A layer without tokens
-gets an identity-like layout (or keeps its old one) and no balance.
+surviving experts keep their slots, and no layer is ever worse on its window than it was. With a cap on moves,
+expected loads are plain means: most slots then stay for several windows, and moves that follow the last steps are
+wasted. A layer without tokens gets an identity-like layout (or keeps its old one) and no balance.
 
 Worked example (``tests/engine/eplb/test_policy.py`` checks it). One step, eight experts with 600, 560, 120, 120, 20,
 10, 10, 10 tokens on 8 ranks of 2 slots; the mean rank load is 181.25. Replicas by load ÷ copies give 5, 5, 1, 1, 1, 1,
@@ -53,8 +53,8 @@ HARD_RANK = 1.05
 OTHER_STARTS = ((0.0, 0.85), (0.0, 0.7), (0.0, 0.55), (0.0, 0.4), (1.0, 1.0), (1.0, 0.85), (1.0, 0.7), (1.0, 0.55))
 
 #: Searches of a re-plan, each from the result of the one before: spreads are measured anew and ranks that failed are
-#: tried again. On tuning seeds three passes at price 0.5 cost +0.0004 over a cold plan with 115 moves per layer, one pass
-#: with 116 moves +0.0014.
+#: tried again. On tuning seeds three passes at price 0.5 cost +0.0004 over a cold plan with 115 moves per layer, one
+#: pass with 116 moves +0.0014.
 WARM_PASSES = 3
 
 
@@ -206,9 +206,10 @@ class _LayerPlanner:
             raise OverflowError(f"{tokens:.3g} tokens in the window, exact arithmetic holds {MAX_WEIGHT // 2:.3g}")
         slot_RS = np.full((topology.ranks, topology.slots_per_rank), -1, np.int64)
         copies_E, starts, exchanges = np.zeros(experts, np.int64), [], 0
+        ahead = held is None or self.settings.max_moves is None
         for ranks, ids in self._parts(counts_ME):
             mine_ME = counts_ME if len(ids) == experts else np.ascontiguousarray(counts_ME[:, ids])
-            part = _Part(self.loops, self.settings, mine_ME, len(ranks), topology.slots_per_rank, held is None)
+            part = _Part(self.loops, self.settings, mine_ME, len(ranks), topology.slots_per_rank, ahead)
             old = None if held is None else [layout.renumbered(held[r], ids) for r in ranks]
             best, start, swaps = part.warm(old) if old is not None else part.cold()
             slot_RS[list(ranks)] = ids[best]
@@ -312,7 +313,7 @@ class _Part:
         complete = layout.complete(held, experts, self.slots)
         cap = self.settings.max_moves
         replicas = replica_cap(experts, self.ranks, self.ranks * self.slots)
-        start_RS = layout.inherited(held, self.m.total_E, self.slots, replicas, cap)
+        start_RS = layout.inherited(held, self.weight_E, self.slots, replicas, cap)
         held_RE = np.zeros((self.ranks, experts), bool)
         for r, row in enumerate(held):
             held_RE[r, [e for e in row if e >= 0]] = True
