@@ -11,9 +11,10 @@ greatest common divisor first, so that scaling a layer changes nothing.
 
 From 320 steps on the mean may favour the recent past: a block counts half as much as the one three blocks later. It
 does so only where that rule would have forecast later parts of the same window better than the plain mean
-(``forecast``), so a layer whose traffic stands still keeps every step. Steps are taken to be in time order. y is rounded to integers (|q| ≤ ``QUANT``, one
-scale per expert) before the E × E product: every partial sum is then exact, and the result does not depend on threads,
-BLAS or the order of summation.
+(``forecast``), so a layer whose traffic stands still keeps every step. Steps are taken to be in time order.
+
+y is rounded to integers (|q| ≤ ``QUANT``, one scale per expert) before the E × E product: every partial sum is then
+exact, and the result does not depend on threads, BLAS or the order of summation.
 """
 
 from __future__ import annotations
