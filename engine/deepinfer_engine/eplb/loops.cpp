@@ -16,7 +16,6 @@ namespace {
 
 constexpr int64_t LCM = 720720;
 constexpr int QUANT = 2047;
-constexpr int64_t BLOCKS = 10, BLOCK_STEPS = 8;
 constexpr double DRIFT_ROOT = 1.7320508075688772;
 constexpr int POWER_LOG2 = 6;
 constexpr double PHI_CAP = 4e4;
@@ -255,46 +254,19 @@ struct Search {
 
 extern "C" {
 
-// counts [M, E] int64 with `stride` elements between steps. Returns the usable steps; gram_EE and scale_E are left to
-// the caller
-// when fewer than min_steps are usable.
-int64_t dl_moments(const int64_t* counts, int64_t M, int64_t E, int64_t stride, int64_t min_steps, int64_t* total_E, double* mean_E,
-                   double* cov_EE) {
-    std::fill_n(total_E, E, int64_t(0));
-    std::vector<int64_t> row;
-    std::vector<double> tokens;
-    int64_t all = 0;
-    for (int64_t t = 0; t < M; ++t) {
-        const int64_t* c = counts + t * stride;
-        int64_t n = 0;
-        for (int64_t e = 0; e < E; ++e) n += c[e];
-        if (n == 0) continue;
-        for (int64_t e = 0; e < E; ++e) total_E[e] += c[e];
-        row.push_back(t);
-        tokens.push_back(double(n));
-        all += n;
-    }
-    const int64_t steps = int64_t(row.size());
-    for (int64_t e = 0; e < E; ++e) mean_E[e] = double(total_E[e]) / double(all);
-    if (steps < min_steps) return steps;
-    // Rows of deviations: the steps, then ten weighted blocks of steps.
-    const int64_t blocks = steps >= BLOCKS * BLOCK_STEPS ? BLOCKS : 0, rows = steps + blocks;
-    std::vector<int64_t> block_counts(blocks * E, 0);
+// Covariance of shares around mean_E from counts [M, E] int64 with `stride` elements between steps, all with tokens, and
+// `blocks` weighted block sums [blocks, E]; `all` is the tokens of the window.
+void dl_covariance(const int64_t* counts, int64_t M, int64_t E, int64_t stride, const int64_t* block_BE, int64_t blocks, int64_t all,
+                   const double* mean_E, double* cov_EE) {
+    const int64_t steps = M, rows = steps + blocks;
     std::vector<const int64_t*> at(rows);
-    std::vector<double> root(rows);
-    for (int64_t k = 0; k < steps; ++k) {
-        at[k] = counts + row[k] * stride;
+    std::vector<double> tokens(rows), root(rows);
+    for (int64_t k = 0; k < rows; ++k) {
+        at[k] = k < steps ? counts + k * stride : block_BE + (k - steps) * E;
+        int64_t n = 0;
+        for (int64_t e = 0; e < E; ++e) n += at[k][e];
+        tokens[k] = double(n);
         root[k] = 1.0 / std::sqrt(tokens[k]);
-    }
-    for (int64_t b = 0; b < blocks; ++b) {
-        double n = 0.0;
-        for (int64_t k = b * steps / BLOCKS; k < (b + 1) * steps / BLOCKS; ++k) {
-            n += tokens[k];
-            for (int64_t e = 0; e < E; ++e) block_counts[b * E + e] += at[k][e];
-        }
-        at[steps + b] = &block_counts[b * E];
-        tokens.push_back(n);
-        root[steps + b] = 1.0 / std::sqrt(n);
     }
     std::vector<double> peak(E, 0.0), y(E);
     auto deviations = [&](int64_t k) {
@@ -333,7 +305,6 @@ int64_t dl_moments(const int64_t* counts, int64_t M, int64_t E, int64_t stride, 
     gram(q, padded, E, cov_EE);
     for (int64_t e = 0; e < E; ++e)
         for (int64_t f = 0; f < E; ++f) cov_EE[e * E + f] = (scale[e] * scale[f]) * cov_EE[e * E + f] / double(all);
-    return steps;
 }
 
 void dl_replica_counts(const int64_t* weight_E, int64_t E, int64_t spare, int64_t cap, int64_t* copies_E) {

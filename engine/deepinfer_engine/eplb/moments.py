@@ -5,15 +5,21 @@ Statement. With x[t, e] tokens of expert e in step t and T[t] = Σ_e x[t, e]:
     mean[e]   = Σ_t x[t, e] / Σ_t T[t]                       (share of the layer's tokens)
     cov[e, f] = Σ_t y[t, e] · y[t, f] / Σ_t T[t],   y[t, e] = (x[t, e] − mean[e] · T[t]) / √T[t]
 
-which is the token-weighted covariance of per-step shares. From 80 steps on, the same sum over ten blocks of steps is
-added three times: what changed slowly inside the window is what goes on changing after it. Counts are divided by their
-greatest common divisor first, so that scaling a layer changes nothing. y is rounded to integers (|q| ≤ ``QUANT``, one
-scale per expert) before the E × E product: every partial sum is then exact, and the result does not depend on threads,
-BLAS or the order of summation.
+which is the token-weighted covariance of per-step shares. From 80 steps on, the same sum over blocks of steps is added
+three times: what changed slowly inside the window is what goes on changing after it. Counts are divided by their
+greatest common divisor first, so that scaling a layer changes nothing.
+
+From 320 steps on the mean may favour the recent past: a block counts half as much as the one three blocks later. It
+does so only where that rule would have forecast later parts of the same window better than the plain mean
+(``forecast``), so a layer whose traffic stands still keeps every step. Steps are taken to be in time order.
+
+y is rounded to integers (|q| ≤ ``QUANT``, one scale per expert) before the E × E product: every partial sum is then
+exact, and the result does not depend on threads, BLAS or the order of summation.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,23 +31,36 @@ QUANT = 2047
 #: Below this many usable steps a covariance says nothing; counting noise (variance = mean) stands in for it.
 MIN_STEPS = 8
 
-#: Blocks that show slow change, and the least steps in each. 3 is the best of 1, 3, 10 on tuning seeds of decode-ep64
-#: (excess on the next
-#: window 0.0218 -> 0.0176, two windows on 0.042 -> 0.036) and neutral on stationary traces.
-BLOCKS = 10
+#: Blocks that show slow change: many where each still holds ``BLOCK_STEPS``, else few, else none. The drift weight 3 is
+#: the best of 1, 3, 10 on tuning seeds of decode-ep64 and decode-ep128.
 BLOCK_STEPS = 8
+MANY_BLOCKS, FEW_BLOCKS = 40, 10
 DRIFT_ROOT = 1.7320508075688772  # √3
+
+#: Weight of a block 0, 1, 2 blocks before the last one, in 2^-16; halved for every three blocks more.
+RECENT = (65536, 52016, 41285)
+
+#: Where in the window forecasts are tried (blocks before it are the past), and how many blocks each forecasts.
+ORIGINS = (20, 30)
+HORIZON = 10
+
+#: Recent blocks are favoured when their forecast error is below this part of the plain mean's.
+FORECAST_GAIN = 0.9
 
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """What the search knows of one layer: totals int64 [E], mean share [E], covariance of shares [E, E]."""
+    """What the search knows of one layer: totals int64 [E], expected share [E], covariance of shares [E, E].
+
+    ``recent`` says that the expected share favours the recent past and is not the totals' share.
+    """
 
     total_E: np.ndarray
     mean_E: np.ndarray
     cov_EE: np.ndarray
     steps: int
     tokens_per_step: float
+    recent: bool = False
 
 
 def reduced(counts_ME: np.ndarray) -> np.ndarray:
@@ -55,29 +74,87 @@ def reduced(counts_ME: np.ndarray) -> np.ndarray:
     return counts_ME if g <= 1 else counts_ME // g
 
 
-def quantised(counts_ME: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Totals [E], mean shares [E], integer deviations q [M', E] (float64 holding integers) and their scales [E].
+def block_count(steps: int) -> int:
+    """How many blocks a window of ``steps`` usable steps is cut into; 0 when it is too short to show slow change."""
+    for blocks in (MANY_BLOCKS, FEW_BLOCKS):
+        if steps >= blocks * BLOCK_STEPS:
+            return blocks
+    return 0
 
-    Rows are the steps that have tokens (the caller guarantees one), then the blocks, weighted.
+
+def block_sums(counts_ME: np.ndarray, blocks: int) -> np.ndarray:
+    """Counts [blocks, E] of consecutive, equally long runs of steps."""
+    steps = counts_ME.shape[0]
+    return np.add.reduceat(counts_ME, [k * steps // blocks for k in range(blocks)])
+
+
+def forecast(block_BE: np.ndarray) -> np.ndarray | None:
+    """Expected share [E] after the window from block sums that favours the recent past, or None where that would not
+    have paid.
+
+    The past before each of ``ORIGINS`` forecasts the next ``HORIZON`` blocks, with and without weights; errors are
+    squared differences of shares over the mean share.
     """
-    tokens_M = counts_ME.sum(axis=1)
-    if not tokens_M.all():
-        counts_ME, tokens_M = counts_ME[tokens_M > 0], tokens_M[tokens_M > 0]
-    total_E = counts_ME.sum(axis=0)
-    mean_E = total_E / float(tokens_M.sum())
+    if len(block_BE) != MANY_BLOCKS:
+        return None
+    mean_E = np.maximum(block_BE.sum(axis=0), 1).astype(np.float64)
+    plain, weighted = [], []
+    for t in ORIGINS:
+        past_BE, after_E = block_BE[:t], _share(block_BE[t : t + HORIZON].sum(axis=0))
+        for errors, guess_E in ((plain, _share(past_BE.sum(axis=0))), (weighted, _share(_recent_sums(past_BE)))):
+            errors.extend(((guess_E - after_E) ** 2 / mean_E).tolist())
+    # fsum rounds once: the decision depends on no order of summation.
+    if not math.fsum(weighted) < FORECAST_GAIN * math.fsum(plain):
+        return None
+    return _share(_recent_sums(block_BE))
+
+
+def _recent_sums(block_BE: np.ndarray) -> np.ndarray:
+    """Exact int64 sums [E] of blocks under the weights of ``RECENT``."""
+    ages = range(len(block_BE) - 1, -1, -1)
+    weight_B = np.array([RECENT[age % 3] >> (age // 3) for age in ages], np.int64)
+    return (block_BE * weight_B[:, None]).sum(axis=0)
+
+
+def _share(sum_E: np.ndarray) -> np.ndarray:
+    return sum_E / float(int(sum_E.sum()))
+
+
+def usable(counts_ME: np.ndarray) -> np.ndarray:
+    """The steps that have tokens; a copy only when some have none."""
+    busy_M = counts_ME.any(axis=1)
+    return counts_ME if busy_M.all() else counts_ME[busy_M]
+
+
+def quantised(counts_ME: np.ndarray, blocks_BE: np.ndarray, mean_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integer deviations q [M + B, E] from ``mean_E`` (float64 holding integers) and their scales [E].
+
+    Rows are the steps, all with tokens, then the blocks, weighted.
+    """
     steps, experts = counts_ME.shape
-    blocks = BLOCKS if steps >= BLOCKS * BLOCK_STEPS else 0
-    y_ME = np.empty((steps + blocks, experts))
-    _deviations(counts_ME, tokens_M, mean_E, y_ME[:steps])
-    if blocks:
-        first = [k * steps // BLOCKS for k in range(BLOCKS)]
-        _deviations(np.add.reduceat(counts_ME, first), np.add.reduceat(tokens_M, first), mean_E, y_ME[steps:])
+    y_ME = np.empty((steps + len(blocks_BE), experts))
+    _deviations(counts_ME, counts_ME.sum(axis=1), mean_E, y_ME[:steps])
+    if len(blocks_BE):
+        _deviations(blocks_BE, blocks_BE.sum(axis=1), mean_E, y_ME[steps:])
         y_ME[steps:] *= DRIFT_ROOT
     peak_E = np.maximum(y_ME.max(axis=0), -y_ME.min(axis=0))
     unit_E = np.where(peak_E > 0, peak_E, 1.0)
     y_ME *= (QUANT / unit_E)[None, :]
     np.rint(y_ME, out=y_ME)
-    return total_E, mean_E, y_ME, unit_E / QUANT
+    return y_ME, unit_E / QUANT
+
+
+def expected(counts_ME: np.ndarray, ahead: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Block sums [B, E], totals [E], expected share [E] and whether it favours the recent past, of usable steps.
+
+    Only with ``ahead`` may it.
+    """
+    steps = counts_ME.shape[0]
+    blocks = block_count(steps)
+    block_BE = block_sums(counts_ME, blocks) if blocks else np.empty((0, counts_ME.shape[1]), np.int64)
+    total_E = block_BE.sum(axis=0) if blocks else counts_ME.sum(axis=0)
+    recent_E = forecast(block_BE) if ahead else None
+    return block_BE, total_E, _share(total_E) if recent_E is None else recent_E, recent_E is not None
 
 
 def _deviations(counts_ME: np.ndarray, tokens_M: np.ndarray, mean_E: np.ndarray, out_ME: np.ndarray) -> None:
@@ -106,11 +183,14 @@ def noise_only(mean_E: np.ndarray, tokens_per_step: float) -> np.ndarray:
     return np.diag(mean_E / tokens_per_step)
 
 
-def layer_moments(counts_ME: np.ndarray) -> LayerMoments:
-    """Moments of one layer from reduced int64 counts [M, E] with at least one token."""
-    total_E, mean_E, q_ME, scale_E = quantised(counts_ME)
-    steps = int(counts_ME.any(axis=1).sum())
+def layer_moments(counts_ME: np.ndarray, ahead: bool = True) -> LayerMoments:
+    """Moments of one layer from reduced int64 counts [M, E] with at least one token; ``ahead`` as in ``expected``."""
+    counts_ME = usable(counts_ME)
+    steps = counts_ME.shape[0]
+    block_BE, total_E, mean_E, recent = expected(counts_ME, ahead)
     tokens = float(int(total_E.sum()))
     per_step = tokens / steps
-    cov_EE = noise_only(mean_E, per_step) if steps < MIN_STEPS else covariance(gram(q_ME), scale_E, tokens)
-    return LayerMoments(total_E, mean_E, cov_EE, steps, per_step)
+    if steps < MIN_STEPS:
+        return LayerMoments(total_E, mean_E, noise_only(mean_E, per_step), steps, per_step)
+    q_ME, scale_E = quantised(counts_ME, block_BE, mean_E)
+    return LayerMoments(total_E, mean_E, covariance(gram(q_ME), scale_E, tokens), steps, per_step, recent)

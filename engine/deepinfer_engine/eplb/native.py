@@ -115,9 +115,9 @@ class NativeLoops:
     name = "compiled"
 
     def __init__(self, lib: ctypes.CDLL):
-        self._moments = lib.dl_moments
-        self._moments.argtypes = (_PTR, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR)
-        self._moments.restype = _I64
+        self._covariance = lib.dl_covariance
+        self._covariance.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _I64, _I64, _PTR, _PTR)
+        self._covariance.restype = None
         self._counts = lib.dl_replica_counts
         self._counts.argtypes = (_PTR, _I64, _I64, _I64, _PTR)
         self._counts.restype = None
@@ -131,17 +131,19 @@ class NativeLoops:
         self._peaks.argtypes = (_PTR, _I64, _I64, _I64, _PTR, _PTR, _I64, _I64)
         self._peaks.restype = _I64
 
-    def moments(self, counts_ME: np.ndarray) -> LayerMoments:
-        counts_ME, stride = _rows(counts_ME)
+    def moments(self, counts_ME: np.ndarray, ahead: bool = True) -> LayerMoments:
+        counts_ME, stride = _rows(moments.usable(counts_ME))
         steps, experts = counts_ME.shape
-        total_E, mean_E, cov_EE = np.empty(experts, np.int64), np.empty(experts), np.empty((experts, experts))
-        usable = self._moments(
-            _at(counts_ME), steps, experts, stride, moments.MIN_STEPS, _at(total_E), _at(mean_E), _at(cov_EE)
+        block_BE, total_E, mean_E, recent = moments.expected(counts_ME, ahead)
+        tokens = int(total_E.sum())
+        per_step = float(tokens) / steps
+        if steps < moments.MIN_STEPS:
+            return LayerMoments(total_E, mean_E, moments.noise_only(mean_E, per_step), steps, per_step)
+        block_BE, cov_EE = np.ascontiguousarray(block_BE), np.empty((experts, experts))
+        self._covariance(
+            _at(counts_ME), steps, experts, stride, _at(block_BE), len(block_BE), tokens, _at(mean_E), _at(cov_EE)
         )
-        per_step = float(int(total_E.sum())) / usable
-        if usable < moments.MIN_STEPS:
-            cov_EE = moments.noise_only(mean_E, per_step)
-        return LayerMoments(total_E, mean_E, cov_EE, usable, per_step)
+        return LayerMoments(total_E, mean_E, cov_EE, steps, per_step, recent)
 
     def replica_counts(self, weight_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
         cap = placement.replica_cap(len(weight_E), ranks, slots)

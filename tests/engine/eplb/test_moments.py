@@ -11,22 +11,23 @@ from deepinfer_engine.eplb import moments
 
 
 def textbook(counts: np.ndarray) -> np.ndarray:
-    """Token-weighted covariance of shares plus three times that of ten blocks, in plain floating point."""
+    """Token-weighted covariance of shares plus three times that of the blocks, in plain floating point."""
     tokens = counts.sum(axis=1)
     share, mean = counts / tokens[:, None], counts.sum(axis=0) / tokens.sum()
     out = (share - mean).T @ ((share - mean) * (tokens / tokens.sum())[:, None])
-    if len(counts) >= 80:
-        edges = [k * len(counts) // 10 for k in range(11)]
+    blocks = 40 if len(counts) >= 320 else 10 if len(counts) >= 80 else 0
+    if blocks:
+        edges = [k * len(counts) // blocks for k in range(blocks + 1)]
         for lo, hi in itertools.pairwise(edges):
             d = counts[lo:hi].sum(axis=0) / tokens[lo:hi].sum() - mean
             out += 3 * np.outer(d, d) * tokens[lo:hi].sum() / tokens.sum()
     return out
 
 
-@pytest.mark.parametrize("steps", [8, 79, 80, 240])
+@pytest.mark.parametrize("steps", [8, 79, 80, 319, 320])
 def test_covariance_is_the_textbook_one(decode, steps):
-    counts = decode()[:steps, 0]
-    got, want = moments.layer_moments(counts).cov_EE, textbook(counts)
+    counts = decode(steps=320)[:steps, 0]
+    got, want = moments.layer_moments(counts, ahead=False).cov_EE, textbook(counts)
     scale = np.sqrt(np.outer(np.diag(want), np.diag(want)))
     assert np.abs(got - want).max() < 2e-3 * scale.max()
     assert (np.abs(got - want) <= 5e-3 * scale + 1e-12).all()
@@ -64,3 +65,37 @@ def test_few_steps_fall_back_to_counting_noise(decode):
     got = moments.layer_moments(counts)
     assert np.count_nonzero(got.cov_EE - np.diag(np.diagonal(got.cov_EE))) == 0
     assert np.diagonal(got.cov_EE) == pytest.approx(got.mean_E / counts.sum(axis=1).mean())
+
+
+def shifting(steps: int = 400, seed: int = 3) -> np.ndarray:
+    """Counts [steps, 16 experts] whose shares slide from one mix to another."""
+    rng = np.random.default_rng(seed)
+    first, last = rng.dirichlet(np.ones(16), 2)
+    at = np.linspace(0, 1, steps)[:, None]
+    return rng.poisson(2000 * ((1 - at) * first + at * last))
+
+
+def test_a_window_that_shifts_is_expected_to_look_like_its_end():
+    counts = shifting()
+    got, plain = moments.layer_moments(counts), moments.layer_moments(counts, ahead=False)
+    end, mean = counts[-40:].sum(axis=0) / counts[-40:].sum(), counts.sum(axis=0) / counts.sum()
+    assert got.recent and np.abs(got.mean_E - end).sum() < 0.5 * np.abs(mean - end).sum()
+    assert not plain.recent and plain.mean_E == pytest.approx(mean)
+    assert (got.total_E == plain.total_E).all() and got.mean_E.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", ["still", "short"])
+def test_without_a_trend_or_time_to_see_one_every_step_counts_the_same(kind):
+    counts = shifting()
+    if kind == "still":
+        counts = np.random.default_rng(0).poisson(np.broadcast_to(counts[:1] + 1, counts.shape))
+    else:
+        counts = counts[:319]
+    got = moments.layer_moments(counts)
+    assert not got.recent and (got.mean_E == counts.sum(axis=0) / counts.sum()).all()
+
+
+def test_recent_weights_halve_every_three_blocks():
+    block = np.zeros((40, 2), np.int64)
+    block[[39, 36, 0]] = [[1, 0], [0, 1], [8, 8]]
+    assert moments._recent_sums(block).tolist() == [65536 + 8 * 8, 32768 + 8 * 8]

@@ -23,7 +23,15 @@ def compiled(cache):
     return native.load(cache)
 
 
-SHAPES = [(48, 8, 7, 240), (48, 8, 7, 30), (48, 8, 7, 5), (40, 5, 9, 90), (12, 2, 8, 100), (33, 32, 2, 50)]
+SHAPES = [
+    (48, 8, 7, 400),
+    (48, 8, 7, 240),
+    (48, 8, 7, 30),
+    (48, 8, 7, 5),
+    (40, 5, 9, 90),
+    (12, 2, 8, 100),
+    (33, 32, 2, 50),
+]
 
 
 @needs_compiler
@@ -36,6 +44,7 @@ def test_same_plan_and_same_moments(decode, compiled, experts, ranks, slots, ste
         and (a.mean_E == b.mean_E).all()
         and (a.total_E == b.total_E).all()
         and a.steps == b.steps
+        and a.recent == b.recent == (steps == 400)
     )
     topology = policy.Topology(ranks, slots)
     for x, y in zip(
