@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 
@@ -147,3 +149,41 @@ def test_a_victim_frees_what_nobody_else_uses():
     assert [s.uid for s in plan.grow] == [0, 1]
     alone = plan_decode(running, [0])
     assert [s.uid for s in alone.preempt] == [3], "without sharing its four blocks are enough"
+
+
+class SlowStore:
+    """A store that has every block and reads one batch at a time, when told."""
+
+    read_errors = 0
+
+    def __init__(self) -> None:
+        self.begun, self.gate, self.reads = threading.Event(), threading.Event(), 0
+
+    def match(self, keys):
+        return len(keys)
+
+    def get(self, keys):
+        self.reads += 1
+        self.begun.set()
+        self.gate.wait(20)
+        return [None] * len(keys)
+
+    def close(self) -> None: ...
+
+
+def test_closing_cancels_fetches_that_have_not_begun():
+    store, shape = SlowStore(), ReplayShape(W, 6, 9, 5, "bounded", "bounded")
+    tiers = Tiers(ROOT, HostBlocks(0), WindowPool(0, 1.0, shape.snapshot_layers), store)  # pyright: ignore[reportArgumentType]
+    reuse = Scheduler(Limits(1, 4, 20, 256, 2000, 1), shape, tiers).reuse
+    for uid in range(5):
+        ids = [uid + 5] * 300
+        reuse.begin(Sequence(Request(f"r{uid}", tuple(ids), SamplingParams(max_tokens=5)), ids, 300, seed=0, uid=uid))
+    assert store.begun.wait(20)
+    closing = threading.Thread(target=reuse.close)
+    closing.start()
+    deadline = time.monotonic() + 20
+    while not all(f.payloads.cancelled() for uid, f in reuse._fetches.items() if uid) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    store.gate.set()
+    closing.join(20)
+    assert not closing.is_alive() and store.reads == 1
