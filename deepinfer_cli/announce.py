@@ -32,6 +32,12 @@ def launch_notes(launch: Launch, *, quiet: bool) -> None:
         render.note(f"warning: {warning}", quiet=quiet)
 
 
+def closing_notes(engine: Engine, *, quiet: bool) -> None:
+    """Say what an engine could not do beside its answers; complete once it is closed."""
+    for line in engine.notes():
+        render.note(line, quiet=quiet)
+
+
 def load_notes(engine: Engine, *, quiet: bool) -> None:
     """Say how fast a large checkpoint was read, and which shard came slowest."""
     total = sum(s.useful_bytes for s in engine.shards)

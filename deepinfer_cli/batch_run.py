@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
+from deepinfer_cli.announce import closing_notes
 from deepinfer_engine.errors import Interrupted, PartialFailure, UsageError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
             with engine:
                 run = BatchRun(engine, preparer, journal, model=checkpoint.config.digest[:12], created=int(time.time()))
                 tally = run.run(items, meter.show)
+            closing_notes(engine, quiet=options.quiet)
         except KeyboardInterrupt:
             meter.end()
             raise Interrupted(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_cli import options, render
-from deepinfer_cli.announce import launch_notes
+from deepinfer_cli.announce import closing_notes, launch_notes
 from deepinfer_engine.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def command(
         render.note("/help lists the commands, Ctrl-D leaves", quiet=quiet)
     with engine:
         _Conversation(engine, codec, sampling, system, thinking=thinking, quiet=quiet).run()
+    closing_notes(engine, quiet=quiet)
 
 
 class _Conversation:

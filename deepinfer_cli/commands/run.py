@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_cli import batch_run, options, render
-from deepinfer_cli.announce import launch_notes, load_notes
+from deepinfer_cli.announce import closing_notes, launch_notes, load_notes
 from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import PartialFailure, UsageError
 
@@ -149,8 +149,7 @@ def command(
     live = format is OutputFormat.text and len(jobs) == 1 and out is None
     with engine:
         results = _answer(engine, jobs, sampling, grammar, live=live, quiet=quiet)
-    for line in engine.notes():
-        render.note(line, quiet=quiet)
+    closing_notes(engine, quiet=quiet)
     if not live:
         render.deliver(_text(format, results, launch, loaded.digest), out)
     _summarise(results, quiet=quiet)
