@@ -50,9 +50,26 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override one profile key, as in --set sched.overlap=true."),
 ]
 Format = Annotated[OutputFormat, typer.Option("--format", help="Form of the result on stdout.")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """Refuse (UsageError) a result file that cannot come to be, before any work is done for it."""
+    if path is not None and path.is_dir():
+        raise UsageError(f"{path}: is a folder", hint="give --out the name of a file")
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{path}: its folder does not exist", hint="check the folder of --out")
+    return path
+
+
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", metavar="FILE", help="Write the result to a file, under a temporary name first."),
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="FILE",
+        callback=writable,
+        help="Write the result to a file, under a temporary name first.",
+    ),
 ]
 Quiet = Annotated[
     bool,

@@ -53,7 +53,7 @@ def command(
         Path | None, typer.Argument(help="Statistics: .npz, .npy, .pt, .json or a folder.", show_default=False)
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Expert-parallel ranks; default: the file's ep.", rich_help_panel=SIZES)
+        int | None, typer.Option(max=4096, help="Expert-parallel ranks; default: the file's ep.", rich_help_panel=SIZES)
     ] = None,
     slots_per_rank: Annotated[
         int | None, typer.Option(help="Expert slots on every rank.", rich_help_panel=SIZES)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from deepinfer_engine.weights.summary import ActiveParameters, Component
 
 
+#: as in a profile: eight times the widest published deployment
+_MOST_RANKS = 1024
+
+
 def command(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A checkpoint directory, or a config.json on its own.")
@@ -46,6 +50,8 @@ def command(
     from deepinfer_engine.weights.summary import active_parameters, components, layer_picture
 
     form = options.accept(format, OutputFormat.table, OutputFormat.json, verb="inspect")
+    if ep > _MOST_RANKS:
+        raise UsageError(f"--ep {ep} is more than the {_MOST_RANKS} ranks a profile may have")
     if rank and not read:
         raise UsageError("--rank says which rank --read reads for; without --read it changes nothing")
     checkpoint = Checkpoint.open(model) if model.is_dir() and _has_weights(model) else None

@@ -29,6 +29,10 @@ _Path = Annotated[
 ]
 
 
+#: positions of the released model
+_MOST_TOKENS = 1_048_576
+
+
 @app.command("explain", context_settings=_CONTEXT)
 def explain(
     length: Annotated[int, typer.Option("--length", metavar="L", help="Tokens of the prompt.")],
@@ -62,6 +66,8 @@ def explain(
 
     options.accept(format, *_FORMATS, verb="kv explain")
     loaded = load_profile(profile, set_ or ()).profile
+    if length > _MOST_TOKENS:
+        raise UsageError(f"--length {length} is more than the {_MOST_TOKENS} positions of the largest model")
     shape = ReplayShape.of(find_model(model).config, decoder=loaded.replay.decoder, encoder=loaded.replay.encoder)
     first = plan_prefill(shape, length, hit=hit)
     windows = frozenset() if no_swa else frozenset({min(hit, first.cap)})

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from deepinfer_cli import options, render
-from deepinfer_engine.errors import ArtefactError, UsageError
+from deepinfer_engine.errors import ArtefactError
 
 
 class _Numerics(StrEnum):
@@ -44,8 +44,7 @@ def command(
     from deepinfer_engine.runtime.threads import set_thread_defaults
 
     prompts = _prompts(read_json(tokens), tokens)
-    if not out.parent.is_dir():
-        raise UsageError(f"{out}: its folder does not exist", hint="check the folder of --out")
+    options.writable(out)
     set_thread_defaults(rows=64)
     from safetensors.torch import save_file
 

@@ -58,3 +58,11 @@ def test_bad_input_is_refused_and_leaves_no_file(tmp_path, capsys, tokens, code,
     got, out = run(tmp_path, tokens)
     assert got == code and sentence in capsys.readouterr().err
     assert not out.exists() and [p.name for p in tmp_path.iterdir()] == ["tokens.json"]
+
+
+@pytest.mark.parametrize("verb", [["profile", "list"], ["run", "1+1?"], ["kv", "explain", "--length", "1000"]])
+def test_a_result_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, verb):
+    assert main([*verb, "--out", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert main([*verb, "--out", str(tmp_path / "no" / "file")]) == 2
+    assert "its folder does not exist" in capsys.readouterr().err

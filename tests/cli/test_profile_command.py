@@ -141,7 +141,7 @@ def test_resolved_yaml_written_to_a_file_is_a_profile_of_the_same_digest(tmp_pat
 
 def test_out_into_a_missing_folder_is_a_usage_error(tmp_path, capsys):
     code, out, err = run(["profile", "list", "--out", str(tmp_path / "no" / "list.txt")], capsys)
-    assert (code, out) == (2, "") and "list.txt: cannot be written" in err
+    assert (code, out) == (2, "") and "list.txt: its folder does not exist" in err
 
 
 def test_validate_reports_every_file_and_ends_with_2_if_one_is_bad(tmp_path, capsys):

@@ -255,8 +255,8 @@ def run_job(job: Job, loops: Loops | None = None) -> Outcome:
         economics=job.economics,
         notes=tuple(notes),
     )
-    keep = verdict.action == "keep" and old is not None
-    return Outcome(old if keep and old is not None else candidate, candidate, before, report, test_MLE)
+    kept = old if old is not None else before
+    return Outcome(kept if verdict.action == "keep" else candidate, candidate, before, report, test_MLE)
 
 
 def _window(job: Job) -> tuple[ExpertStats, list[str]]:

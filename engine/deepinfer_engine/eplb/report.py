@@ -108,7 +108,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``use`` or ``keep`` (the old plan), with the numbers behind it in one sentence."""
+    """``use`` or ``keep`` (the old plan, or the identity layout), with the numbers behind it in one sentence."""
 
     action: str
     sentence: str
@@ -223,6 +223,8 @@ def judge(
         return Verdict(action, "no signal: no layer has tokens in this window", None, cost, None)
     gain, saved = (before.moe_lb - after.moe_lb) / before.moe_lb, economics.saved_s(before.moe_lb, after.moe_lb)
     numbers = f"moe_lb {before.moe_lb:.4f} -> {after.moe_lb:.4f}"
+    if not has_old and gain <= 0:
+        return Verdict("keep", f"keep the identity layout: a plan does not help here ({numbers})", gain, cost, saved)
     if not has_old:
         return Verdict("use", f"use this plan: {numbers} against the identity layout", gain, cost, saved)
     if forced:

@@ -94,7 +94,7 @@ class GrammarState:
     """Where one choice is in its grammar. Accepting a token is undone by ``rollback``."""
 
     def __init__(self, compiled: Any, words: int, *, opened: bool):
-        from xgrammar import GrammarMatcher
+        from xgrammar import GrammarMatcher  # pyright: ignore[reportMissingImports]
 
         self._matcher = GrammarMatcher(compiled)
         self._words = words
@@ -233,7 +233,7 @@ class GrammarService:
                 self._workers.remove(worker)
 
     def _load(self, spec: GrammarSpec, text: str) -> Any:
-        import xgrammar
+        import xgrammar  # pyright: ignore[reportMissingImports]
 
         which = "tags" if spec.kind in ("tools", "tools_required") else "plain"
         with self._lock:

@@ -41,7 +41,7 @@ def main() -> None:
     """Serve jobs until stdin ends."""
     lines, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the library prints warnings; nothing but replies may reach the parent's pipe
-    import xgrammar
+    import xgrammar  # pyright: ignore[reportMissingImports]
 
     from deepinfer_engine.sample.grammar import tokenizer_info
 

@@ -38,7 +38,7 @@ def test_plan_does_not_see_the_held_out_steps(stats):
     changed = stats.counts_MLE.copy()
     changed[192:] = changed[192:, :, ::-1]
     a, b = planner.run_job(Job(stats)), planner.run_job(Job(replace(stats, counts_MLE=changed)))
-    assert a.plan.same_slots(b.plan) and a.report.windows["holdout"] != b.report.windows["holdout"]
+    assert a.candidate.same_slots(b.candidate) and a.report.windows["holdout"] != b.report.windows["holdout"]
 
 
 def test_keeping_the_old_plan_is_an_answer(stats, decode):
@@ -191,3 +191,12 @@ def test_economics_are_plain_arithmetic():
     assert e.break_even_steps(5, 1.5, 1.25) in (1000, 1001) and e.break_even_steps(5, 1.1, 1.2) is None
     with pytest.raises(UsageError, match="link-gb-s is 0"):
         report.Economics(link_gb_s=0)
+
+
+def test_without_an_old_plan_noise_keeps_the_identity_layout():
+    counts = np.random.default_rng(0).integers(0, 99, (60, 4, 16))
+    got = planner.run_job(Job(ExpertStats(counts, (0, 1, 2, 3), ep=4)))
+    held, before = got.report.windows["holdout"], got.report.windows["before"]
+    assert held.moe_lb and before.moe_lb and held.moe_lb >= before.moe_lb
+    assert got.report.verdict.action == "keep" and "keep the identity layout" in got.report.verdict.sentence
+    assert got.plan is got.before
