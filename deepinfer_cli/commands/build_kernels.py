@@ -61,8 +61,8 @@ def command(
             f"no kernels for {target} in this version: --target cpu is what can be built",
             hint="deepinfer doctor lists what computes each operation on a machine",
         )
+    from deepinfer_kernels.cpu.binary import default_cache
     from deepinfer_kernels.cpu.build import CompilerError
-    from deepinfer_kernels.cpu.library import default_cache
 
     families = _families(ops)
     cache = default_cache() if kernels.cache_dir is None else Path(kernels.cache_dir)

@@ -58,7 +58,7 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     )
     for family in COMPILED.values():  # first: the fastest where it is built
         for name, fn in family.operations.items():
-            missing = family.library.missing
+            missing = family.binary.missing
             compiled = Implementation(name, "cpu", frozenset({"cpu"}), frozenset({"fast"}), fn, missing, True)
             table[name].insert(0, compiled)
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for

@@ -71,7 +71,7 @@ def test_a_library_is_built_once_and_serves_every_operation_of_its_family(capsys
     assert rows[0]["file"] == rows[1]["file"] and rows[0]["seconds"] > 0
     files = sorted(p.name for p in (tmp_path / "kernels" / "cpu").iterdir())
     assert files == [".lock", Path(rows[0]["file"]).name], "nothing temporary is left"
-    assert FAMILIES["norm"].library.missing(tmp_path / "kernels") is None
+    assert FAMILIES["norm"].binary.missing(tmp_path / "kernels") is None
     again = json.loads(run(arguments, capsys)[1])["rows"]
     assert [r["status"] for r in again] == ["cached", "cached"]
 

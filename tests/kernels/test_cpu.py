@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer_kernels.cpu.binary import Library, built
 from deepinfer_kernels.cpu.families import FAMILIES
-from deepinfer_kernels.cpu.library import Library, built
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import quantise
 from deepinfer_kernels.reference.linear import Weight

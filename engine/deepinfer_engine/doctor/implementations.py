@@ -59,7 +59,7 @@ def check_compiled(profile: Profile | None, platform: str) -> Sequence[Finding]:
 
     if platform != "cpu":
         return []
-    reasons = {name: family.library.missing(_named_cache(profile)) for name, family in FAMILIES.items()}
+    reasons = {name: family.binary.missing(_named_cache(profile)) for name, family in FAMILIES.items()}
     absent = {name: reason for name, reason in reasons.items() if reason is not None}
     count = sum(len(FAMILIES[name].operations) for name in absent)
     if not absent:

@@ -58,7 +58,7 @@ def _cpu_flags() -> str:
     return platform.processor()
 
 
-def library(cache: Path, compiler: str = "g++") -> Path:
+def shared_object(cache: Path, compiler: str = "g++") -> Path:
     """Path of the built library, compiling it if this source, compiler and CPU have not been seen yet.
 
     Raises NotReadyError when there is no compiler, it fails, or the cache folder cannot be written.
@@ -98,7 +98,7 @@ def library(cache: Path, compiler: str = "g++") -> Path:
 
 def load(cache: Path | None = None, compiler: str = "g++") -> NativeLoops:
     """The compiled loops, built if needed. Raises NotReadyError with the reason."""
-    path = library(cache or default_cache(), compiler)
+    path = shared_object(cache or default_cache(), compiler)
     try:
         return NativeLoops(ctypes.CDLL(str(path)))
     except OSError as e:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepinfer_kernels.cpu.library import FLAGS, built, content_key, file_digest, source
+from deepinfer_kernels.cpu.binary import FLAGS, built, content_key, file_digest, source
 
 #: a source takes about two seconds; a busy machine may need many times that
 _SECONDS = 300

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpu.library import Library, bf16, i64, u8
+from deepinfer_kernels.cpu.binary import Library, bf16, i64, u8
 from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(

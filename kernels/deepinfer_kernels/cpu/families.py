@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from deepinfer_kernels.cpu import attention, cache, engram, hyper, index, linear, moe, norm
-from deepinfer_kernels.cpu.library import Library
+from deepinfer_kernels.cpu.binary import Library
 
 
 class Family(NamedTuple):
     """One C++ source: its library, and the Python side of its operations by name."""
 
-    library: Library
+    binary: Library
     operations: dict[str, Callable[..., Any]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpu.library import Library, bf16, f32, i64
+from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import Numerics

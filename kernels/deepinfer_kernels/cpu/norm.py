@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpu.library import Library, bf16, f32
+from deepinfer_kernels.cpu.binary import Library, bf16, f32
 from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library("norm", rms_norm="ppwpiif", rope="ppppiiiif")

@@ -85,7 +85,7 @@ def test_other_integer_types_and_strides_are_accepted(decode, compiled):
 def test_library_is_built_once_and_left_without_temporary_files(compiled, cache):
     (first,) = cache.iterdir()
     stamp = first.stat().st_mtime_ns
-    assert native.library(cache) == first and first.stat().st_mtime_ns == stamp
+    assert native.shared_object(cache) == first and first.stat().st_mtime_ns == stamp
     assert first.suffix == ".so"
 
 
