@@ -160,7 +160,8 @@ def test_attention_ignores_how_wide_the_padding_is():
 
 
 def test_reference_numerics_are_refused_with_the_reason(model: Path):
-    profile = load_profile("cpu-nano", ["numerics.mode=reference", "numerics.batch_invariant=true"]).profile
+    sets = ["numerics.mode=reference", "numerics.batch_invariant=true", "sched.max_context_tokens=512"]
+    profile = load_profile("cpu-nano", sets).profile
     with pytest.raises(NotReadyError, match=r"honours .* numerics, not reference"):
         Engine.open(profile, model, device="cpu")
 

@@ -113,7 +113,8 @@ def test_other_shapes_have_memory_but_no_speeds():
 
 
 def test_reference_numerics_hold_weights_in_four_bytes():
-    found = plan("h200x8", "numerics.mode=float")
+    tiers = ("cache.host_gib_per_rank=0", "cache.swa_pool_gib_per_rank=0")  # f32 rows are never kept
+    found = plan("h200x8", "numerics.mode=float", *tiers)
     assert found.deployment.weight_bytes == 4 and not found.deployment.records
 
 
