@@ -337,3 +337,25 @@ def test_no_room_is_an_error_with_the_path(backend, tmp_path, monkeypatch):
     assert store.get([key_of(0), key_of(1)]) == [payload_of(0), None]
     assert store.put(key_of(1), payload_of(1))
     store.close()
+
+
+def test_processes_that_create_an_index_at_once_wait_for_each_other(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from deepinfer_engine.cache.store.index import Index\n"
+        "sys.stdin.readline(); Index(Path(sys.argv[1])).close()"
+    )
+    for attempt in range(3):
+        path = tmp_path / f"{attempt}.db"
+        racers = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(path)],
+                stdin=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            for _ in range(6)
+        ]
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write(b"\n")
+            racer.stdin.close()
+        assert [racer.wait(60) for racer in racers] == [0] * 6

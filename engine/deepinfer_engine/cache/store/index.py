@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from deepinfer_engine.errors import ArtefactError
 
@@ -18,6 +20,9 @@ from deepinfer_engine.errors import ArtefactError
 _BATCH = 250
 #: a checkpoint waits for the disk twice; 32 MiB of pages between two of them keep that off the puts
 _CHECKPOINT_PAGES = 8192
+#: how long one process may hold the file before another gives up on it
+_BUSY_S = 30.0
+_T = TypeVar("_T")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS segments (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, traffic TEXT NOT NULL,
   stride INTEGER NOT NULL, expires INTEGER NOT NULL, sealed INTEGER NOT NULL);
@@ -52,6 +57,18 @@ def _segment(row: tuple) -> Segment:
     return Segment(identity, name, traffic, stride, expires, bool(sealed))
 
 
+def _patiently(act: Callable[[], _T]) -> _T:
+    """``act``, again while another process holds the file: turning a new file to WAL does not wait by itself."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            return act()
+        except sqlite3.OperationalError as exc:
+            if "locked" not in str(exc) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 class Index:
     """Two connections, each used under a lock by all threads of a process: lookups never wait for a checkpoint."""
 
@@ -59,16 +76,16 @@ class Index:
         self._lock = threading.Lock()
         self._read_lock = threading.Lock()
         try:
-            self._db = self._connect(path)
-            self._db.executescript(_SCHEMA)
-            self._reader = self._connect(path)
+            self._db = _patiently(lambda: self._connect(path))
+            _patiently(lambda: self._db.executescript(_SCHEMA))
+            self._reader = _patiently(lambda: self._connect(path))
         except sqlite3.DatabaseError as exc:
             raise ArtefactError(
                 f"{path}: the index cannot be read: {exc}", hint="remove it: it is built again from the segments"
             ) from None
 
     def _connect(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
+        db = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
