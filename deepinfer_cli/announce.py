@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
+from deepinfer_engine.errors import UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.engine import Engine
+    from deepinfer_engine.eplb.record import Balance
     from deepinfer_engine.launch import Launch
 
 #: below this a load is quicker than the sentence about it
@@ -50,3 +55,50 @@ def load_notes(engine: Engine, *, quiet: bool) -> None:
         f"slowest {slowest.file} at {slowest.mb_s:.0f} MB/s (deepinfer inspect --read compares with the disk)",
         quiet=quiet,
     )
+
+
+@contextmanager
+def experts_recorded(engine: Engine, path: Path | None, *, quiet: bool) -> Iterator[None]:
+    """Write the expert counts of the block's steps to ``path`` when it ends, or when the user stops it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _write_counts(engine, path, quiet=quiet)
+        raise
+    _write_counts(engine, path, quiet=quiet)
+
+
+def _write_counts(engine: Engine, path: Path | None, *, quiet: bool) -> None:
+    if path is None:
+        return
+    from deepinfer_engine.eplb.stats import write_stats
+
+    try:
+        stats = engine.expert_stats()
+    except UsageError as exc:
+        render.note(f"{path} is not written: {exc.message}", quiet=quiet)
+        return
+    write_stats(stats, path)
+    left = engine.steps - stats.steps
+    more = f", {left} older ones did not fit" if left > 0 else ""
+    render.note(f"expert counts of {stats.steps} steps are in {path}{more}", quiet=quiet)
+
+
+def balance_text(balance: Balance | None) -> str:
+    """``moe_lb 1.234`` of a mesh of several ranks, as progress and summaries show it; empty otherwise."""
+    if balance is None or balance.moe_lb is None or balance.load_LR.shape[1] == 1:
+        return ""
+    return f"moe_lb {balance.moe_lb:.3f}"
+
+
+def balance_row(balance: Balance | None) -> dict[str, Any] | None:
+    """The balance in a JSON document."""
+    if balance is None:
+        return None
+    return {
+        "ranks": balance.load_LR.shape[1],
+        "steps": balance.steps,
+        "tokens": balance.tokens,
+        "moe_lb": balance.moe_lb,
+        "moe_lb_step": balance.moe_lb_step,
+    }

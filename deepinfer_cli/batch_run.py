@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
-from deepinfer_cli.announce import closing_notes
+from deepinfer_cli.announce import balance_text, closing_notes, experts_recorded
 from deepinfer_engine.errors import Interrupted, PartialFailure, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class BatchOptions:
     raw: bool
     ordered: bool
     resume: bool
+    record_experts: Path | None
     quiet: bool
 
 
@@ -71,10 +72,18 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
             render.note(f"resuming: {before} of {len(items)} lines are done", quiet=options.quiet)
         try:
             with render.progress("loading", quiet=options.quiet) as advance:
-                engine = Engine.open(launch.profile, checkpoint.directory, device=launch.device, progress=advance)
+                engine = Engine.open(
+                    launch.profile,
+                    checkpoint.directory,
+                    device=launch.device,
+                    progress=advance,
+                    record_experts=options.record_experts is not None,
+                )
             with engine:
                 run = BatchRun(engine, preparer, journal, model=checkpoint.config.digest[:12], created=int(time.time()))
-                tally = run.run(items, meter.show)
+                with experts_recorded(engine, options.record_experts, quiet=options.quiet):
+                    tally = run.run(items, meter.show)
+                balance = engine.balance(now=True)
             closing_notes(engine, quiet=options.quiet)
         except KeyboardInterrupt:
             meter.end()
@@ -87,7 +96,7 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
     speed = tally.tokens / tally.seconds if tally.seconds > 0 else 0.0
     render.note(
         f"{tally.done} of {tally.total} lines answered into {options.out}: {tally.tokens} tokens in "
-        f"{tally.seconds:.1f} s ({speed:.0f} tok/s)",
+        f"{tally.seconds:.1f} s ({speed:.0f} tok/s)" + (f", {spread}" if (spread := balance_text(balance)) else ""),
         quiet=options.quiet,
     )
     if tally.failed:
@@ -143,6 +152,8 @@ def progress_text(tally: Tally) -> str:
     text = f"{tally.done}/{tally.total} lines"
     if tally.seconds > 0:
         text += f", {tally.tokens / tally.seconds:.0f} tok/s"
+    if tally.balance is not None and (spread := balance_text(tally.balance())):
+        text += f", {spread}"
     if 0 < tally.done < tally.total:
         text += f", about {_span(tally.seconds * (tally.total - tally.done) / tally.done)} left"
     return text

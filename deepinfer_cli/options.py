@@ -55,9 +55,9 @@ Format = Annotated[OutputFormat, typer.Option("--format", help="Form of the resu
 def writable(path: Path | None) -> Path | None:
     """Refuse (UsageError) a result file that cannot come to be, before any work is done for it."""
     if path is not None and path.is_dir():
-        raise UsageError(f"{path}: is a folder", hint="give --out the name of a file")
+        raise UsageError(f"{path}: is a folder", hint="give the name of a file")
     if path is not None and not path.parent.is_dir():
-        raise UsageError(f"{path}: its folder does not exist", hint="check the folder of --out")
+        raise UsageError(f"{path}: its folder does not exist", hint="check the folder of the file to write")
     return path
 
 
@@ -69,6 +69,15 @@ Out = Annotated[
         metavar="FILE",
         callback=writable,
         help="Write the result to a file, under a temporary name first.",
+    ),
+]
+RecordExperts = Annotated[
+    Path | None,
+    typer.Option(
+        "--record-experts",
+        metavar="FILE",
+        callback=writable,
+        help="Write tokens per step, layer and expert, for eplb-plan.",
     ),
 ]
 Quiet = Annotated[

@@ -53,21 +53,22 @@ def dim(text: str, stream: TextIO) -> str:
 
 
 @contextmanager
-def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr while the block runs: call the yielded function with (done, total).
+def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr while the block runs: call the yielded function with (done, total, words behind it).
 
     Only on a terminal; elsewhere, and when quiet, calls do nothing.
     """
     if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, words="": None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    words = TextColumn("{task.fields[words]}")
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), words)
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(label, total=None, words="")
+        yield lambda done, total, words="": bar.update(task, completed=done, total=total, words=words)
 
 
 def _paint(text: str, code: str, stream: TextIO) -> str:

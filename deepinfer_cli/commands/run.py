@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_cli import batch_run, options, render
-from deepinfer_cli.announce import closing_notes, launch_notes, load_notes
+from deepinfer_cli.announce import (
+    balance_row,
+    balance_text,
+    closing_notes,
+    experts_recorded,
+    launch_notes,
+    load_notes,
+)
 from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import PartialFailure, UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.engine import Engine
+    from deepinfer_engine.eplb.record import Balance
     from deepinfer_engine.launch import Launch
     from deepinfer_engine.tokens.detokenizer import IncrementalDetokenizer
     from deepinfer_engine.tokens.protocol import AnswerParser, ChatPrompt, Piece
@@ -67,6 +75,7 @@ def command(
         bool, typer.Option("--unordered", help="Requests: write lines as they finish, not in input order.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Requests: continue a run that was cut off.")] = False,
+    record_experts: options.RecordExperts = None,
     format: options.Format = OutputFormat.text,
     out: options.Out = None,
     quiet: options.Quiet = False,
@@ -87,6 +96,7 @@ def command(
       deepinfer run -f requests.jsonl --out answers.jsonl --resume
       echo "What is 12+30?" | deepinfer run -
       deepinfer run --profile decode-ep64 "What is 12+30?"
+      deepinfer run --profile decode-ep8 -f prompts.txt --record-experts stats.npz
       deepinfer run --json-schema person.json --no-thinking "Name and age of Ada?"
       deepinfer run --temperature 0.8 --seed 7 --set sched.max_rows_per_rank=4 "Tell me a number."
     """
@@ -96,6 +106,8 @@ def command(
     requests = file is not None and file.endswith(batch_run.SUFFIXES)
     if not requests and (unordered or resume):
         raise UsageError("--unordered and --resume belong to a file of requests (.jsonl)")
+    if record_experts is not None and out is not None and record_experts.resolve() == out.resolve():
+        raise UsageError("--record-experts and --out name the same file")
     grammar = _grammar(json_schema, regex, ebnf)
     from deepinfer_engine.config.profile import load_profile
     from deepinfer_engine.runtime.threads import set_thread_defaults
@@ -124,7 +136,15 @@ def command(
             system=system, json_schema=json_schema, regex=regex, ebnf=ebnf, format=format is OutputFormat.json
         )
         batch = batch_run.BatchOptions(
-            Path(file), out, defaults, thinking=thinking, raw=raw, ordered=not unordered, resume=resume, quiet=quiet
+            Path(file),
+            out,
+            defaults,
+            thinking=thinking,
+            raw=raw,
+            ordered=not unordered,
+            resume=resume,
+            record_experts=record_experts,
+            quiet=quiet,
         )
         items = batch_run.read(batch)
         set_thread_defaults(len(items))
@@ -144,15 +164,23 @@ def command(
     launch_notes(launch, quiet=quiet)
     jobs = _render_all(prompts, launch, raw=raw, thinking=thinking, system=system)
     with render.progress("loading", quiet=quiet) as advance:
-        engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
+        engine = Engine.open(
+            launch.profile,
+            launch.checkpoint.directory,
+            device=launch.device,
+            progress=advance,
+            record_experts=record_experts is not None,
+        )
     load_notes(engine, quiet=quiet)
     live = format is OutputFormat.text and len(jobs) == 1 and out is None
     with engine:
-        results = _answer(engine, jobs, sampling, grammar, live=live, quiet=quiet)
+        with experts_recorded(engine, record_experts, quiet=quiet):
+            results = _answer(engine, jobs, sampling, grammar, live=live, quiet=quiet)
+        balance = engine.balance(now=True)
     closing_notes(engine, quiet=quiet)
     if not live:
-        render.deliver(_text(format, results, launch, loaded.digest), out)
-    _summarise(results, quiet=quiet)
+        render.deliver(_text(format, results, launch, loaded.digest, balance), out)
+    _summarise(results, balance, quiet=quiet)
 
 
 def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> GrammarSpec | None:
@@ -290,7 +318,7 @@ def _answer(
             pieces = job.push(event.token_id) if isinstance(event, TokenEvent) else job.finish(event)
             if show is not None:
                 show.write(pieces, quiet=quiet)
-            advance(done, len(jobs))
+            advance(done, len(jobs), balance_text(engine.balance()))
     if show is not None:
         show.end()
     return jobs
@@ -333,7 +361,7 @@ class _Live:
         sys.stdout.flush()
 
 
-def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str) -> str:
+def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str, balance: Balance | None) -> str:
     if form is OutputFormat.text:
         if len(jobs) == 1:
             return jobs[0].content + "\n"
@@ -347,6 +375,7 @@ def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str) -> 
         "weights_digest": launch.checkpoint.digest,
         "emulated": [asdict(r) for r in launch.replaced],
         "inactive": [asdict(i) for i in launch.inactive],
+        "experts": balance_row(balance),
         "results": rows,
     }
     return render.json_text(render.document("run", content))
@@ -373,7 +402,7 @@ def _row(i: int, job: _Job) -> dict[str, Any]:
     }
 
 
-def _summarise(jobs: list[_Job], *, quiet: bool) -> None:
+def _summarise(jobs: list[_Job], balance: Balance | None, *, quiet: bool) -> None:
     done = [job.completion for job in jobs if job.completion is not None]
     prompt = sum(c.usage.prompt for c in done)
     generated = sum(c.usage.generated for c in done)
@@ -385,6 +414,9 @@ def _summarise(jobs: list[_Job], *, quiet: bool) -> None:
         f"({generated / seconds:.0f} tok/s{ttft})",
         quiet=quiet,
     )
+    if spread := balance_text(balance):
+        assert balance is not None
+        render.note(f"{spread} over {balance.load_LR.shape[1]} ranks in {balance.steps} steps", quiet=quiet)
     cut = sum(c.finish_reason == "length" for c in done)
     if cut:
         render.note(f"{cut} stopped at --max-tokens", quiet=quiet)

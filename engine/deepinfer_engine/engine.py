@@ -21,9 +21,12 @@ from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.config.resources import model_dir as embedded_dir
 from deepinfer_engine.config.schema import Profile
+from deepinfer_engine.eplb.record import Balance
+from deepinfer_engine.eplb.stats import ExpertStats
 from deepinfer_engine.errors import NotReadyError, UsageError
 from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
 from deepinfer_engine.model.load import load_model
+from deepinfer_engine.runtime.expert_watch import ExpertWatch, recordable_steps
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
 from deepinfer_engine.runtime.runner import Flight, Runner
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
@@ -97,11 +100,13 @@ class Engine:
         sets: Items[str] = (),
         device: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        record_experts: bool = False,
     ) -> Engine:
         """Validate and load a model under a profile (a name, a path or a loaded one) with ``sets`` overrides.
 
         ``model`` None is the embedded one. Without ``device`` the profile is fitted to this machine first, as
         ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
+        ``record_experts`` keeps every step's expert counts for ``expert_stats``.
         Raises ``ProfileError`` (2), ``CheckpointError`` (4) or ``NotReadyError`` (3).
         """
         if not isinstance(profile, Profile):
@@ -130,7 +135,11 @@ class Engine:
         lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
         shape = ReplayShape.of(config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
         tiers = open_tiers(profile, shape, checkpoint, kv.layout) if profile.cache.prefix else None
-        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane, kept=shape.snapshot_layers)
+        watch = None
+        if record_experts or profile.ranks > 1:
+            slots = loaded.mesh.placement.slots_LRS
+            watch = ExpertWatch(config, slots, keep=recordable_steps(config) if record_experts else 0, device=device)
+        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane, kept=shape.snapshot_layers, watch=watch)
         return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits, shape, tiers), loaded.shards)
 
     @property
@@ -215,6 +224,32 @@ class Engine:
                 last.callback(self.runner.collect, flight)
             for request_id in list(self._live):
                 self.abort(request_id)
+
+    # --------------------------------------------------------------- experts
+
+    def balance(self, *, now: bool = False) -> Balance | None:
+        """How evenly ranks shared the experts' work so far; None on a single rank that is not recorded.
+
+        A few steps behind what ran, unless ``now``.
+        """
+        watch = self.runner.watch
+        if watch is None:
+            return None
+        if now:
+            self._gather(watch)
+        return watch.balance()
+
+    def expert_stats(self) -> ExpertStats:
+        """Tokens per step, layer and expert, the newest ``recordable_steps``; for an engine opened to record them."""
+        watch = self.runner.watch
+        if watch is None or watch.record.keep == 0:
+            raise UsageError("this engine does not record expert counts", hint="open it with record_experts=True")
+        self._gather(watch)
+        return watch.stats(self.checkpoint.digest)
+
+    def _gather(self, watch: ExpertWatch) -> None:
+        self.runner.lane.launch(watch.flush).result()
+        watch.take(wait=True)
 
     def notes(self) -> list[str]:
         """What went wrong beside the answers, one line each; complete after ``close``."""
@@ -306,6 +341,8 @@ class Engine:
         self.times.build_ms.append(out.build_ms)
         self.times.run_ms.append(out.run_ms)
         self.scheduler.observe(flight.plan, out.run_ms)
+        if self.runner.watch is not None:
+            self.runner.watch.take()
         events: list[TokenEvent | Completion] = []
         committed = self.scheduler.commit(flight.plan, out.tokens)
         # after the commit, which tells whose exports are worth keeping

@@ -219,3 +219,20 @@ def test_running_out_of_memory_is_not_a_bug(monkeypatch, capsys, failure):
     monkeypatch.setattr("deepinfer_engine.launch.prepare", fail)
     assert main(["run", "1+1?"]) == 3
     assert "out of memory" in capsys.readouterr().err
+
+
+def test_recorded_experts_are_what_eplb_plan_reads(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    mesh = ["--set", "parallel.ep=4", "--set", "parallel.redundant_experts_per_rank=1"]
+    file = write(tmp_path / "in.jsonl", [{"id": i, "token_ids": [20 + i, 21], "max_tokens": 9} for i in range(6)])
+    stats, out = tmp_path / "stats.npz", tmp_path / "out.jsonl"
+    assert run(model, "-f", file, "--out", out, "--record-experts", stats, *mesh) == 0
+    err = capsys.readouterr().err
+    assert f"steps are in {stats}" in err and "moe_lb 1." in err
+    assert main(["eplb-plan", str(stats), "--loop", "numpy", "--format", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["shape"]["ranks"] == 4 and report["shape"]["experts"] == 8
+    assert run(model, "ab", "cd", "--max-tokens", "3", "--format", "json", "--record-experts", stats, *mesh) == 0
+    experts = json.loads(capsys.readouterr().out)["experts"]
+    assert experts["ranks"] == 4 and experts["moe_lb"] >= 1 and experts["moe_lb_step"] >= 1
+    assert run(model, "ab", "--record-experts", tmp_path / "no" / "stats.npz") == 2
+    assert run(model, "ab", "--record-experts", stats, "--out", stats) == 2

@@ -60,6 +60,11 @@ class Placement:
                 fill += 1
         return cls(ranks, per_rank, np.tile(table.reshape(1, -1), (layers, 1)))
 
+    @property
+    def slots_LRS(self) -> np.ndarray:
+        """The table by rank: int64 [L, R, S]."""
+        return self.slot_expert.astype(np.int64).reshape(-1, self.ranks, self.slots_per_rank)
+
     def check(self, experts: int) -> None:
         """Every logical expert must have a slot in every layer."""
         for layer, row in enumerate(self.slot_expert):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepinfer_engine.engine import Engine
+from deepinfer_engine.eplb.record import Balance
 from deepinfer_engine.errors import CapacityError, UsageError
 from deepinfer_engine.offline.journal import Journal
 from deepinfer_engine.offline.lines import Item
@@ -31,13 +32,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Tally:
-    """Progress: lines finished and failed, tokens generated, seconds since the start."""
+    """Progress: lines finished and failed, tokens generated, seconds since the start, and how even ranks are."""
 
     done: int
     failed: int
     total: int
     tokens: int
     seconds: float
+    balance: Callable[[], Balance | None] | None = None
 
 
 class Preparer:
@@ -109,7 +111,8 @@ class BatchRun:
         return tally
 
     def _tally(self, total: int) -> Tally:
-        return Tally(self._done, self._failed, total, self._tokens, time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        return Tally(self._done, self._failed, total, self._tokens, seconds, self._engine.balance)
 
     def _submit(self, item: Item) -> None:
         prepared = self._preparer.prepare(item)

@@ -20,6 +20,7 @@ from torch import Tensor
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.model.ced import CedModel
 from deepinfer_engine.runtime.batch import Batch, RowInput, build_batch
+from deepinfer_engine.runtime.expert_watch import ExpertWatch
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.sample.sampler import Draws, Sampler
 from deepinfer_engine.types import Move, Sequence, StepPlan, TokenLogprob
@@ -61,10 +62,20 @@ class Runner:
     """Model, KV and mesh of one process, and the lane that runs them."""
 
     def __init__(
-        self, model: CedModel, kv: KVState, ops: Any, mesh: Any, device: str, lane: Lane, *, kept: range = range(0)
+        self,
+        model: CedModel,
+        kv: KVState,
+        ops: Any,
+        mesh: Any,
+        device: str,
+        lane: Lane,
+        *,
+        kept: range = range(0),
+        watch: ExpertWatch | None = None,
     ):
-        """``kept``: layers whose windows are copied at pivots."""
+        """``kept``: layers whose windows are copied at pivots. ``watch`` counts what the experts do."""
         self.kept = kept
+        self.watch = watch
         self.model = model
         self.kv = kv
         self.ops = ops
@@ -115,6 +126,8 @@ class Runner:
             flight.moved += self._move(plan.before)
             out = self.model.forward(batch, self.kv, self.ops, self.mesh)
             flight.logits, flight.load_LE = out.logits, out.load_LE
+            if self.watch is not None:
+                self.watch.add(out.load_LE, first)
             flight.moved += self._move(plan.after)
 
         flight.launched.append(self.lane.launch(work))

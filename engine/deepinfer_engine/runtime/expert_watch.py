@@ -1,0 +1,69 @@
+"""``ExpertWatch``: what the experts of a running engine had to do, from the device to a statistics file.
+
+``add`` runs on the lane after a step's forward pass; everything else belongs to the thread that drives the engine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from deepinfer_engine import __version__
+from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.eplb.record import Balance, BalanceMeter, LoadRecord
+from deepinfer_engine.eplb.stats import ExpertStats
+from deepinfer_engine.errors import UsageError
+from deepinfer_engine.runtime.expert_counts import CountRing
+
+#: most bytes of counts that a recording holds, as they stand in its file: 8,738 steps at 40 layers x 384 experts
+RECORD_BYTES = 1 << 30
+
+
+def recordable_steps(config: ModelConfig) -> int:
+    """Newest steps that a recording keeps."""
+    return max(1, RECORD_BYTES // (config.num_hidden_layers * config.n_routed_experts * 8))
+
+
+class ExpertWatch:
+    """Counts of every step: gathered on the device, the newest ``keep`` steps and the balance of all on the host."""
+
+    def __init__(self, config: ModelConfig, slot_LRS: np.ndarray, *, keep: int, device: str):
+        self.config = config
+        self.slot_LRS = slot_LRS
+        self.epoch = 0
+        self.meter = BalanceMeter(slot_LRS, config.n_routed_experts)
+        self.record = LoadRecord(keep, [self.meter])
+        self._ring = CountRing(config.num_hidden_layers, config.n_routed_experts, device)
+
+    def add(self, load_LE: Tensor, tokens: int) -> None:
+        """One step's counts, in launch order, without waiting."""
+        self._ring.add(load_LE, tokens, self.epoch)
+
+    def flush(self) -> None:
+        """Send the counts that have not filled a chunk; on the lane."""
+        self._ring.flush()
+
+    def take(self, *, wait: bool = False) -> None:
+        """Add what has arrived (with ``wait``: all that was sent) to the record."""
+        for chunk in self._ring.take(wait=wait):
+            self.record.add(chunk)
+
+    def balance(self) -> Balance:
+        return self.meter.balance()
+
+    def stats(self, weights_digest: str) -> ExpertStats:
+        """The kept steps as statistics for ``eplb-plan``. Raises UsageError when no step ran."""
+        if not self.record.kept:
+            raise UsageError("no step has run, so there are no expert counts to record")
+        counts, tokens = self.record.newest()
+        return ExpertStats(
+            counts,
+            tuple(range(self.config.num_hidden_layers)),
+            tokens,
+            tuple(plan.mode for plan in self.config.layer_plan),
+            self.config.num_experts_per_tok,
+            self.slot_LRS.shape[1],
+            self.config.digest,
+            weights_digest,
+            __version__,
+        )
