@@ -161,6 +161,10 @@ class Eplb(Section):
         default=67_108_864, ge=1, le=_MAX_INT, description="expert bytes one rank may receive per step while moving"
     )
     plan_path: Text | None = Field(default=None, description="plan file of the placement to start from")
+    replica_choice: Literal["hash", "least_load"] = Field(
+        default="hash",
+        description="replica a token takes: by its position and id alone, or where the load of the step is least",
+    )
 
 
 class Kernels(Section):

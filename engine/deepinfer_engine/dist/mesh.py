@@ -1,11 +1,11 @@
 """Mesh: dispatch token rows to physical expert slots and combine them again.
 
-A physical slot belongs to one rank and holds one logical expert; ``slot_expert`` says which. The model speaks of
+A physical slot belongs to one rank and holds one logical expert; a ``SlotTable`` says which. The model speaks of
 logical experts only, so moving an expert never touches it. ``LocalMesh`` holds any number of virtual ranks in one
-process; a transport between processes implements the same two calls.
+process; a transport between processes implements the same calls.
 
-Worked example, 2 ranks × 2 slots, 3 experts: slot_expert [0, 1 | 2, 0] gives expert 0 two replicas (slots 0 and 3);
-a token at an even hash goes to slot 0, at an odd one to slot 3, whatever else is in the batch.
+Worked example, 2 ranks × 2 slots, 3 experts: slots [0, 1 | 2, 0] give expert 0 two replicas (slots 0 and 3); a token
+with an even hash goes to slot 0, one with an odd hash to slot 3, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -13,120 +13,89 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_engine.errors import UsageError
-from deepinfer_engine.weights.read_plan import owned_experts
-
-#: Knuth's multiplicative constant: spreads consecutive positions over replicas
-_HASH = 2654435761
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which logical expert each physical slot holds: ``slot_expert`` int32 [L, R·S], rank = slot // S."""
-
-    ranks: int
-    slots_per_rank: int
-    slot_expert: np.ndarray
-
-    @classmethod
-    def static(cls, layers: int, experts: int, *, ranks: int, redundant_per_rank: int) -> Placement:
-        """Every rank's own experts (the identity placement of the weights reader), then replicas round robin.
-
-        Every rank gets ceil(experts / ranks) + redundant slots; a slot beyond its own experts repeats one that the
-        rank does not hold yet.
-        """
-        own = -(-experts // ranks)
-        per_rank = own + redundant_per_rank
-        table = np.full((ranks, per_rank), -1, dtype=np.int32)
-        for rank in range(ranks):
-            mine = owned_experts(experts, ranks, rank)
-            table[rank, : len(mine)] = mine
-        fill = 0
-        for rank in range(ranks):
-            held = {int(e) for e in table[rank] if e >= 0}
-            for slot in range(per_rank):
-                if table[rank, slot] >= 0:
-                    continue
-                for _ in range(experts):
-                    if fill % experts not in held:
-                        break
-                    fill += 1
-                table[rank, slot] = fill % experts
-                held.add(fill % experts)
-                fill += 1
-        return cls(ranks, per_rank, np.tile(table.reshape(1, -1), (layers, 1)))
-
-    @property
-    def slots_LRS(self) -> np.ndarray:
-        """The table by rank: int64 [L, R, S]."""
-        return self.slot_expert.astype(np.int64).reshape(-1, self.ranks, self.slots_per_rank)
-
-    def check(self, experts: int) -> None:
-        """Every logical expert must have a slot in every layer."""
-        for layer, row in enumerate(self.slot_expert):
-            missing = sorted(set(range(experts)) - {int(e) for e in row})
-            if missing:
-                raise UsageError(f"layer {layer}: experts {missing[:8]} have no slot among {self.slot_expert.shape[1]}")
+from deepinfer_engine.dist.placement import Placement, SlotTable
+from deepinfer_engine.dist.replica import Choice, choose
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows sorted by slot: source token [M], rows per slot [P], routing weight [M], place of each pair [T·K]."""
+    """Rows for the slots of this process, sorted by slot: rows [M, H], rows per local slot [P], routing weight [M].
+
+    ``order`` and ``choices`` bring results back to their tokens; ``back`` is what a transport needs for it.
+    """
 
     rows: Tensor
     counts: Tensor
     weight: Tensor
     order: Tensor
     choices: int
+    back: Any = None
 
 
 class Mesh(Protocol):
-    """What the model needs of a mesh."""
+    """What the model needs of a mesh.
 
-    placement: Placement
+    ``table`` is read once per layer of a step; ``switch`` replaces it and must be called between two steps, on every
+    rank between the same two. ``local_slots`` are the physical slots whose weights this process holds: physical slot p
+    is entry p − local_slots.start of its expert stacks.
+    """
+
+    @property
+    def table(self) -> SlotTable: ...
+
+    @property
+    def local_slots(self) -> range: ...
+
+    def switch(self, table: SlotTable) -> None: ...
 
     def dispatch(
-        self, ops: Any, layer: int, x: Tensor, experts: Tensor, weights: Tensor, position: Tensor
+        self, ops: Any, layer: int, x: Tensor, experts: Tensor, weights: Tensor, key: Tensor
     ) -> Dispatched: ...
 
     def combine(self, ops: Any, y: Tensor, sent: Dispatched, shared: Tensor) -> Tensor: ...
 
 
 class LocalMesh:
-    """R virtual ranks in this process. Replicas are chosen by a hash of the token's position, never of the batch."""
+    """All ranks in this process, as many as the table has: no loop over them anywhere."""
 
-    def __init__(self, placement: Placement, experts: int, device: str = "cpu"):
-        placement.check(experts)
-        self.placement = placement
-        layers, slots = placement.slot_expert.shape
-        copies = np.stack([np.bincount(row, minlength=experts) for row in placement.slot_expert])
-        table = np.zeros((layers, experts, int(copies.max())), dtype=np.int64)
-        for layer in range(layers):
-            seen = np.zeros(experts, dtype=np.int64)
-            for slot in range(slots):
-                e = placement.slot_expert[layer, slot]
-                table[layer, e, seen[e]] = slot
-                seen[e] += 1
-        self._slot_of = torch.from_numpy(table).to(device)
-        self._copies = torch.from_numpy(copies).to(device)
+    def __init__(self, placement: Placement, experts: int, device: str = "cpu", *, choice: Choice = "hash"):
+        self._table = SlotTable.build(placement, experts, device)
+        self._choice: Choice = choice
 
-    def dispatch(
-        self, ops: Any, layer: int, x: Tensor, experts: Tensor, weights: Tensor, position: Tensor
-    ) -> Dispatched:
-        """x [T, H], experts [T, K] logical ids, weights [T, K], position [T] → rows sorted by physical slot."""
-        if self._slot_of.shape[2] == 1:
-            slots = self._slot_of[layer, experts, 0]
-        else:
-            hashed = ((position.unsqueeze(1) + experts) * _HASH) >> 16
-            slots = self._slot_of[layer, experts, hashed % self._copies[layer, experts]]
-        token, order, counts = ops.dispatch_permute(slots, self.placement.slot_expert.shape[1])
+    @property
+    def table(self) -> SlotTable:
+        return self._table
+
+    @property
+    def placement(self) -> Placement:
+        return self._table.placement
+
+    @property
+    def local_slots(self) -> range:
+        return range(self._table.placement.slots)
+
+    def switch(self, table: SlotTable) -> None:
+        """Dispatch by ``table`` from the next step on. Its slots must hold the experts it names by then."""
+        check_same_storage(self._table, table)
+        self._table = table
+
+    def dispatch(self, ops: Any, layer: int, x: Tensor, experts: Tensor, weights: Tensor, key: Tensor) -> Dispatched:
+        """x [T, H], experts [T, K] logical ids, weights [T, K], key [T] → rows sorted by physical slot."""
+        slots = choose(self._table, layer, experts, key, self._choice)
+        token, order, counts = ops.dispatch_permute(slots, self._table.placement.slots)
         weight = torch.empty_like(weights.flatten()).index_copy_(0, order, weights.flatten())
         return Dispatched(x.index_select(0, token), counts, weight, order, experts.shape[1])
 
     def combine(self, ops: Any, y: Tensor, sent: Dispatched, shared: Tensor) -> Tensor:
         """Expert rows y [M, H] back to their tokens, plus the shared expert's [T, H]."""
         return ops.moe_combine(y, sent.order, shared, sent.choices)
+
+
+def check_same_storage(old: SlotTable, new: SlotTable) -> None:
+    """Slots are fixed storage: a new table may fill them differently, it cannot have others."""
+    was, now = old.placement, new.placement
+    assert (was.layers, was.ranks, was.slots_per_rank) == (now.layers, now.ranks, now.slots_per_rank)
+    assert old.experts == new.experts

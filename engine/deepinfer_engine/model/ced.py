@@ -160,7 +160,7 @@ class CedModel:
         step.probe("experts", layer.plan.layer, experts)
         step.probe("route_weights", layer.plan.layer, weights)
         step.count_experts(experts, c.n_routed_experts)
-        sent = step.mesh.dispatch(ops, layer.plan.layer, x, experts, weights, phase.pos)
+        sent = step.mesh.dispatch(ops, layer.plan.layer, x, experts, weights, phase.key)
         y = ops.moe_experts(sent.rows, sent.counts, ffn.bank, sent.weight, c.swiglu_limit)
         shared = ops.shared_expert(x, ffn.shared_w1, ffn.shared_w3, ffn.shared_w2, c.swiglu_limit)
         return step.mesh.combine(ops, y, sent, shared)

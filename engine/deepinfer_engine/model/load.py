@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_engine.config.schema import Profile
-from deepinfer_engine.dist.mesh import LocalMesh, Placement
+from deepinfer_engine.dist.mesh import LocalMesh
+from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.model.ced import CedModel
 from deepinfer_engine.model.engram import EngramSource, MappedEngramSource, MemoryEngramSource
 from deepinfer_engine.model.weights import WeightReader, load_weights
@@ -71,4 +72,6 @@ def load_model(
         )
     weights = load_weights(reader, config)
     model = CedModel(config, weights, sources, check_classes(config, tokenizer), device)
-    return LoadedModel(model, LocalMesh(placement, config.n_routed_experts, device), loaded.shards)
+    return LoadedModel(
+        model, LocalMesh(placement, config.n_routed_experts, device, choice=profile.eplb.replica_choice), loaded.shards
+    )

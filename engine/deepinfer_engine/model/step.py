@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
+from deepinfer_engine.dist.replica import route_key
 from deepinfer_engine.runtime.batch import Batch, RowSpan
 from deepinfer_kernels.reference.norm import rope_frequencies
 
@@ -79,6 +80,12 @@ class Phase:
         self.pos = batch.pos_T if query is None else batch.pos_T[query]
         self.row = batch.row_T if query is None else batch.row_T[query]
         self.rope = {yarn: r.take(query) for yarn, r in ropes.items()}
+
+    @cached_property
+    def key(self) -> Tensor:
+        """What chooses among replicas of an expert, int64 per query."""
+        ids = self.batch.ids_T if self.query is None else self.batch.ids_T[self.query]
+        return route_key(self.pos, ids)
 
     @cached_property
     def window(self) -> WindowPlan:

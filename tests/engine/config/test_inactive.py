@@ -9,7 +9,9 @@ from deepinfer_engine.config.schema import LABELS, leaves
 #: Keys that change what runs, and the module that reads them.
 HONOURED = {
     "launch": ("hardware.platform", "hardware.gpus", "hardware.gpus_per_node", "hardware.hbm_gib"),
-    "model.load": ("parallel.ep", "parallel.redundant_experts_per_rank", "cache.engram_placement"),
+    "model.load": (
+        "parallel.ep", "parallel.redundant_experts_per_rank", "cache.engram_placement", "eplb.replica_choice",
+    ),
     "engine": (
         "parallel.dp", "numerics.mode", "numerics.batch_invariant", "sched.max_rows_per_rank",
         "sched.prefill_chunk_tokens", "sched.max_context_tokens", "sched.step_budget_ms", "sched.overlap",
