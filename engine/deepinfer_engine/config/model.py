@@ -152,6 +152,12 @@ class ModelConfig:
     def layer_plan(self) -> tuple[LayerPlan, ...]:
         return tuple(self._plan_layer(layer) for layer in range(self.num_hidden_layers))
 
+    @cached_property
+    def draft_plan(self) -> tuple[LayerPlan, ...]:
+        """The draft blocks as window-only layers after those of the backbone."""
+        first = self.num_hidden_layers
+        return tuple(self._plan_layer(first + stage) for stage in range(self.num_nextn_predict_layers))
+
     def _plan_layer(self, layer: int) -> LayerPlan:
         ratio = self.compress_ratios[layer]
         mode: Mode = "window"

@@ -24,7 +24,7 @@ def attention(config: ModelConfig, layer: Layer, x: Tensor, phase: Phase, step: 
     yarn = plan.ratio > 0
     # up to the cut every token of the step is here; after it, the tail only, whose tables are the phase's
     rope_all = phase.rope[yarn] if phase.after_cut else step.rope[yarn]
-    local, packed = _window_rows(config, weights, x, rope_all, ops)
+    local, packed = window_rows(config, weights, x, rope_all, ops)
     if weights.compressor is not None:
         write_source(config, plan, weights.compressor, x, step)
     if phase.query is not None and not phase.after_cut:
@@ -49,14 +49,14 @@ def attention(config: ModelConfig, layer: Layer, x: Tensor, phase: Phase, step: 
 def write_kv(config: ModelConfig, layer: Layer, x: Tensor, step: Step) -> None:
     """What ``attention`` writes up to the cut, without its answers: for steps in which no token goes past the cut."""
     plan, ops = layer.plan, step.ops
-    local, packed = _window_rows(config, layer.attn, x, step.rope[plan.ratio > 0], ops)
+    local, packed = window_rows(config, layer.attn, x, step.rope[plan.ratio > 0], ops)
     if layer.attn.compressor is not None:
         write_source(config, plan, layer.attn.compressor, x, step)
     step.kv.write_window(plan.layer, step.batch.ring_slot_T, packed)
     step.probe("window_rows", plan.layer, local)
 
 
-def _window_rows(config: ModelConfig, weights: Attention, x: Tensor, rope, ops) -> tuple[Tensor, Tensor]:
+def window_rows(config: ModelConfig, weights: Attention, x: Tensor, rope, ops) -> tuple[Tensor, Tensor]:
     """(values as every reader sees them [T, D], packed rows as stored)."""
     c = ops.rms_norm(ops.linear(x, weights.wkv), weights.kv_norm, config.rms_norm_eps)
     packed = ops.pack_rows(ops.rope(c, rope.cos, rope.sin), "window")

@@ -18,7 +18,8 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.model.attention import attention, write_kv
 from deepinfer_engine.model.engram import EngramHasher, EngramSource, inject
 from deepinfer_engine.model.step import Phase, Step, frequency_tables
-from deepinfer_engine.model.weights import Hyper, Layer, ModelWeights
+from deepinfer_engine.model.sublayers import mixes, route, run_experts
+from deepinfer_engine.model.weights import Layer, ModelWeights
 from deepinfer_engine.runtime.batch import Batch
 
 #: probe(name, layer, tensor): sees intermediate values; for verification, never for computing
@@ -105,12 +106,12 @@ class CedModel:
         if plan.tap:
             kept = X if phase is not step.before or step.batch.tail_T is None else X[step.batch.tail_T]
             step.taps.append(ops.mhc_collapse(kept, torch.full(kept.shape[:2], 1.0 / c.hc_mult, device=X.device)))
-        pre_a, post, comb = self._mixes(ops, X, layer.hc_attn)
+        pre_a, post, comb = mixes(c, ops, X, layer.hc_attn)
         y = attention(c, layer, x, phase, step)
         step.probe("attn_out", plan.layer, y)
         X = ops.mhc_expand(X, y, post, comb)
         step.probe("x_mid", plan.layer, X)
-        pre_f, post, comb = self._mixes(ops, X, layer.hc_ffn)
+        pre_f, post, comb = mixes(c, ops, X, layer.hc_ffn)
         x = ops.rms_norm(ops.mhc_collapse(X, pre_a), layer.ffn.norm, c.rms_norm_eps)
         step.probe("ffn_in", plan.layer, x)
         y = self._moe(layer, x, phase, step)
@@ -136,31 +137,14 @@ class CedModel:
         taps = X.new_zeros((0, len(c.dspark_target_layer_ids), c.hidden_size))
         return Out(X.new_zeros((0, c.vocab_size), dtype=torch.float32), none, taps, load_LE)
 
-    def _mixes(self, ops: Any, X: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
-        c = self.config
-        return ops.mhc_mixes(
-            X, hyper.fn, hyper.base, hyper.scale, rms_eps=c.rms_norm_eps, hc_eps=c.hc_eps, iters=c.hc_sinkhorn_iters
-        )
-
     def _moe(self, layer: Layer, x: Tensor, phase: Phase, step: Step) -> Tensor:
         c, ops, ffn = self.config, step.ops, layer.ffn
         bias = ffn.bias
         if step.image is not None:
             image = step.image if phase.query is None else step.image[phase.query]
             bias = torch.where(image.unsqueeze(1), ffn.bias_vl, ffn.bias)
-        experts, weights = ops.gate_topk(
-            x,
-            ffn.gate,
-            bias,
-            k=c.num_experts_per_tok,
-            normalise=c.norm_topk_prob,
-            scale=c.routed_scaling_factor,
-            temperature=c.gate_temp,
-        )
-        step.probe("experts", layer.plan.layer, experts)
-        step.probe("route_weights", layer.plan.layer, weights)
-        step.count_experts(experts, c.n_routed_experts)
-        sent = step.mesh.dispatch(ops, layer.plan.layer, x, experts, weights, phase.key)
-        y = ops.moe_experts(sent.rows, sent.counts, ffn.bank, sent.weight, c.swiglu_limit)
-        shared = ops.shared_expert(x, ffn.shared_w1, ffn.shared_w3, ffn.shared_w2, c.swiglu_limit)
-        return step.mesh.combine(ops, y, sent, shared)
+        chosen = route(c, ops, x, ffn, bias, c.num_experts_per_tok)
+        step.probe("experts", layer.plan.layer, chosen[0])
+        step.probe("route_weights", layer.plan.layer, chosen[1])
+        step.count_experts(chosen[0], c.n_routed_experts)
+        return run_experts(c, ops, step.mesh, layer.plan.layer, x, ffn, chosen, phase.key)

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.schema import Profile
 from deepinfer_engine.dist.mesh import LocalMesh
 from deepinfer_engine.dist.placement import Placement
+from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.model.ced import CedModel
+from deepinfer_engine.model.draft import DraftModel
 from deepinfer_engine.model.engram import EngramSource, MappedEngramSource, MemoryEngramSource
-from deepinfer_engine.model.weights import WeightReader, load_weights
+from deepinfer_engine.model.weights import ModelWeights, WeightReader, load_draft, load_weights
 from deepinfer_engine.tokens.classes import check_classes
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -22,11 +25,12 @@ from deepinfer_engine.weights.reader import ShardReport, execute
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The model, the mesh its experts live on, and how fast each shard was read."""
+    """The model, the mesh its experts live on, how fast each shard was read, and the draft blocks if asked for."""
 
     model: CedModel
     mesh: LocalMesh
     shards: tuple[ShardReport, ...]
+    draft: DraftModel | None = None
 
 
 def load_model(
@@ -37,13 +41,20 @@ def load_model(
     *,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    draft: bool = False,
 ) -> LoadedModel:
-    """Read the backbone and its hash memory for ``profile``; ``progress(done, total)`` counts bytes.
+    """Read the backbone, its hash memory and with ``draft`` the draft blocks; ``progress(done, total)`` counts bytes.
 
-    The placement puts every logical expert into at least one physical slot of the virtual ranks. Engram tables are
-    read into memory, or gathered from the file under ``cache.engram_placement: mmap``.
+    The placement puts every logical expert into at least one physical slot of the virtual ranks; draft experts have
+    one slot each. Engram tables are read into memory, or gathered from the file under
+    ``cache.engram_placement: mmap``. Raises ``ArtefactError`` when ``draft`` is asked for and not there.
     """
     config = checkpoint.config
+    if draft and "draft" not in checkpoint.groups_present:
+        raise ArtefactError(
+            f"{checkpoint.directory}: holds no draft weights, which speculation needs",
+            hint="--set spec.verify=off runs without them",
+        )
     placement = Placement.static(
         config.num_hidden_layers,
         config.n_routed_experts,
@@ -51,7 +62,14 @@ def load_model(
         redundant_per_rank=profile.parallel.redundant_experts_per_rank,
     )
     mapped = profile.cache.engram_placement == "mmap"
-    plan = plan_read(checkpoint, slots=placement.slot_expert.tolist(), engram="mmap" if mapped else "whole", fuse=False)
+    groups = ("backbone", "engram", "draft") if draft else ("backbone", "engram")
+    plan = plan_read(
+        checkpoint,
+        slots=placement.slot_expert.tolist(),
+        groups=groups,
+        engram="mmap" if mapped else "whole",
+        fuse=False,
+    )
     done = 0
 
     def count(_: str, read: int) -> None:
@@ -72,6 +90,12 @@ def load_model(
         )
     weights = load_weights(reader, config)
     model = CedModel(config, weights, sources, check_classes(config, tokenizer), device)
-    return LoadedModel(
-        model, LocalMesh(placement, config.n_routed_experts, device, choice=profile.eplb.replica_choice), loaded.shards
-    )
+    mesh = LocalMesh(placement, config.n_routed_experts, device, choice=profile.eplb.replica_choice)
+    return LoadedModel(model, mesh, loaded.shards, _draft_model(reader, config, weights, device) if draft else None)
+
+
+def _draft_model(reader: WeightReader, config: ModelConfig, backbone: ModelWeights, device: str) -> DraftModel:
+    experts = config.dspark_n_routed_experts
+    placement = Placement.static(config.num_nextn_predict_layers, experts, ranks=1, redundant_per_rank=0)
+    mesh = LocalMesh(placement, experts, device)
+    return DraftModel(config, load_draft(reader, config), backbone.embed, backbone.head, mesh, device)

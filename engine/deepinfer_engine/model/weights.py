@@ -118,6 +118,23 @@ class ModelWeights:
     head: Weight
 
 
+@dataclass(frozen=True)
+class DraftWeights:
+    """The draft blocks and their heads; embedding and output head are the backbone's.
+
+    ``main_proj`` [H, taps·H] and ``main_norm`` make the context from the taps; ``norm`` precedes the shared head.
+    markov_embed and markov_head [V, r]; confidence [1, H + r].
+    """
+
+    main_proj: Weight
+    main_norm: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    markov_embed: Tensor
+    markov_head: Weight
+    confidence: Weight
+
+
 class WeightReader:
     """Prepared weights on one device, made from the raw bytes that a read plan brought in."""
 
@@ -143,14 +160,27 @@ def load_weights(reader: WeightReader, config: ModelConfig) -> ModelWeights:
     """The backbone; expert stacks follow the slot table that the read plan was made with."""
     return ModelWeights(
         embed=reader.plain("embed.weight"),
-        layers=tuple(_layer(reader, config, plan) for plan in config.layer_plan),
+        layers=tuple(_layer(reader, config, plan, f"layers.{plan.layer}.") for plan in config.layer_plan),
         norm=reader.plain("norm.weight"),
         head=reader.weight("head", "bf16"),
     )
 
 
-def _layer(read: WeightReader, config: ModelConfig, plan: LayerPlan) -> Layer:
-    at = f"layers.{plan.layer}."
+def load_draft(reader: WeightReader, config: ModelConfig) -> DraftWeights:
+    """The draft blocks, one group of its own in the checkpoint."""
+    first, last = "mtp.0.", f"mtp.{config.num_nextn_predict_layers - 1}."
+    return DraftWeights(
+        main_proj=reader.weight(f"{first}main_proj", "fp8"),
+        main_norm=reader.plain(f"{first}main_norm.weight"),
+        layers=tuple(_layer(reader, config, plan, f"mtp.{i}.") for i, plan in enumerate(config.draft_plan)),
+        norm=reader.plain(f"{last}norm.weight"),
+        markov_embed=reader.plain(f"{last}markov_head.embed.weight"),
+        markov_head=reader.weight(f"{last}markov_head.head", "bf16"),
+        confidence=reader.weight(f"{last}confidence_head.proj", "bf16"),
+    )
+
+
+def _layer(read: WeightReader, config: ModelConfig, plan: LayerPlan, at: str) -> Layer:
     engram = None
     if plan.engram:
         engram = EngramWeights(

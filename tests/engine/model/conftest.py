@@ -18,6 +18,7 @@ from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.model.ced import Out
+from deepinfer_engine.model.draft import Anchors, Proposals
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.batch import RowInput, build_batch
 from deepinfer_engine.tokens.tokenizer import Tokenizer
@@ -58,12 +59,13 @@ class Rig:
         parallel = profile.parallel.model_copy(update={"ep": self.ep, "redundant_experts_per_rank": self.redundant})
         profile = profile.model_copy(update={"parallel": parallel})
         tokenizer = Tokenizer.from_dir(self.directory)
-        loaded = load_model(self.checkpoint, tokenizer, self.ops, profile, device=self.device)
-        self.model, self.mesh = loaded.model, loaded.mesh
+        loaded = load_model(self.checkpoint, tokenizer, self.ops, profile, device=self.device, draft=True)
+        assert loaded.draft is not None
+        self.model, self.mesh, self.draft = loaded.model, loaded.mesh, loaded.draft
 
     @cached_property
     def layout(self) -> KVLayout:
-        return KVLayout.of(self.config, records=self.ops.numerics.records)
+        return KVLayout.of(self.config, records=self.ops.numerics.records, draft=True)
 
     def kv(self) -> KVState:
         return KVState(self.layout, self.ops, slots=2, blocks=len(BLOCKS), device=self.device)
@@ -77,7 +79,15 @@ class Rig:
     def run(self, kv: KVState, ids: list[int], start: int, end: int, *, watch: bool = False, **options: Any) -> Out:
         rows = [self.row(ids, start, end, **options)]
         batch = build_batch(rows, self.layout, ngram=self.config.engram_max_ngram_size, device=self.device)
-        return self.model.forward(batch, kv, self.ops, self.mesh, self.probe if watch else None)
+        out = self.model.forward(batch, kv, self.ops, self.mesh, self.probe if watch else None)
+        at = slice(None) if batch.tail_T is None else batch.tail_T
+        self.draft.write_context(out.taps, batch.pos_T[at], batch.ring_slot_T[at], kv, self.ops)
+        return out
+
+    def propose(self, kv: KVState, token: int, position: int, floor: int = 0) -> Proposals:
+        """Greedy drafts of one sequence whose newest token has not run yet."""
+        anchors = Anchors(*(torch.tensor([v], device=self.device) for v in (token, position, SLOT, floor)))
+        return self.draft.propose(anchors, kv, self.ops, lambda _, logits: logits.argmax(-1))
 
 
 @pytest.fixture(scope="session")
