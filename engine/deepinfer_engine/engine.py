@@ -34,7 +34,7 @@ from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checke
 from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed, token_bits
 from deepinfer_engine.sched.scheduler import Drawn, Limits, Scheduler
 from deepinfer_engine.tokens.tokenizer import Tokenizer
-from deepinfer_engine.types import Completion, Request, Sequence, Timing, TokenEvent, TokenLogprob, Usage
+from deepinfer_engine.types import Completion, Request, Sequence, StepPlan, Timing, TokenEvent, TokenLogprob, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
 from deepinfer_kernels.registry import KernelError, Ops, resolve
@@ -188,6 +188,10 @@ class Engine:
         """Whether a request is queued or running, or a step in flight."""
         return self.scheduler.busy or self._flight is not None or bool(self._compiling)
 
+    def in_flight(self) -> tuple[str, ...]:
+        """Ids of the requests that are queued or running, in order of submission."""
+        return tuple(self._live)
+
     def abort(self, request_id: str) -> list[Completion]:
         """End a request in any state; its completions carry what was generated. Empty when it is not in flight."""
         now = time.perf_counter()
@@ -276,6 +280,7 @@ class Engine:
         if not plan.rows and self._flight is None:
             self.scheduler.reuse.wait()
         if plan.rows:
+            self._note_starts(plan, began)
             flight = self.runner.forward(plan, self.scheduler.running, self._flight)
         if self._flight is not None:
             events += self._collect(self._flight)
@@ -287,6 +292,15 @@ class Engine:
             else:
                 events += self._collect(flight)
         return events
+
+    def _note_starts(self, plan: StepPlan, now: float) -> None:
+        """Keep how long a sequence waited for the first step that runs it. Prompt rows are the last of a plan."""
+        for row in reversed(plan.rows):
+            if row.kind != "prefill":
+                break
+            seq = self.scheduler.running[row.seq_id]
+            if seq.queued_s is None:
+                seq.queued_s = now - self._started[seq.uid]
 
     def stream(self) -> Iterator[TokenEvent | Completion]:
         """Events of ``step`` until nothing is in flight."""
@@ -398,7 +412,7 @@ class Engine:
                 generated=seq.num_generated,
                 preemptions=seq.preemptions,
             ),
-            timing=Timing(seq.first_token_s, now - self._started.pop(seq.uid)),
+            timing=Timing(seq.first_token_s, now - self._started.pop(seq.uid), seq.queued_s),
             index=seq.index,
             text=self.tokenizer.decode(track.kept) + track.tail,
             tail=track.tail,

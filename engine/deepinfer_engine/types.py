@@ -216,6 +216,7 @@ class Sequence:
     state: Literal["new", "waiting", "running", "finished"] = "new"
     finish_reason: FinishReason | None = None
     error: str | None = None
+    queued_s: float | None = None
     first_token_s: float | None = None
     max_len: int = field(init=False)
 
@@ -290,10 +291,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds on the host clock: first token and end, both from submission."""
+    """Seconds on the host clock, all from submission: first token, end, and the first step that runs the prompt."""
 
     ttft_s: float | None
     e2e_s: float
+    queued_s: float | None = None
 
     def tpot_s(self, generated: int) -> float | None:
         """Seconds per output token after the first; None below two tokens."""

@@ -1,0 +1,1 @@
+"""Measuring an engine or an endpoint under a stated workload: recipe, workload, targets, metrics, result, writers."""

@@ -1,0 +1,181 @@
+"""Our engine in this process as a target: the loop calls ``step``, tokens are stamped when the step hands them over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer_engine.bench.metrics import Value
+from deepinfer_engine.bench.result import host_hardware
+from deepinfer_engine.bench.run import Chunk, Ended, TargetFacts
+from deepinfer_engine.bench.workload import PlannedRequest, Workload
+from deepinfer_engine.config.profile import LoadedProfile, load_profile
+from deepinfer_engine.config.schema import leaves
+from deepinfer_engine.engine import Engine
+from deepinfer_engine.errors import CapacityError
+from deepinfer_engine.launch import Launch, prepare
+from deepinfer_engine.types import Completion, Request, SamplingParams
+
+
+class EngineTarget:
+    """An open engine. Made by ``open`` for one profile; several runs may follow one another on it."""
+
+    def __init__(self, engine: Engine, loaded: LoadedProfile, launch: Launch):
+        self.engine = engine
+        self.loaded = loaded
+        self.launch = launch
+        self._ids = usable_ids(engine)
+        self._sampling: dict[str, Any] = {}
+        self._times = _Marks(engine)
+
+    @classmethod
+    def open(
+        cls,
+        profile: str | Path,
+        sets: Sequence[str] = (),
+        *,
+        model: str | Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        announce: Callable[[Launch], None] | None = None,
+    ) -> EngineTarget:
+        """Load a profile and a model, fitted to this machine; ``announce`` is told what differs before loading."""
+        loaded = load_profile(profile, sets)
+        launch = prepare(loaded.profile, model)
+        if announce is not None:
+            announce(launch)
+        engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=progress)
+        return cls(engine, loaded, launch)
+
+    def facts(self) -> TargetFacts:
+        profile, launch = self.engine.profile, self.launch
+        gpus = launch.requested.hardware.gpus
+        reason = f"profile {launch.requested.name} names no GPU"
+        if launch.replaced:
+            gpus, reason = 0, f"profile {launch.requested.name} is emulated here, its GPUs are absent"
+        identity = {
+            "kind": "engine",
+            "device": launch.device,
+            "embedded": launch.embedded,
+            "emulated_keys": sorted(r.key for r in launch.replaced),
+            "inactive_keys": sorted(i.key for i in launch.inactive),
+            "numerics": profile.numerics.mode,
+            "config_digest": launch.checkpoint.config.digest,
+            "weights_digest": launch.checkpoint.digest,
+            "model": launch.checkpoint.directory.name,
+        }
+        return TargetFacts(
+            identity=identity,
+            profile_name=launch.requested.name,
+            profile_digest=self.loaded.digest,
+            profile=leaves(profile),
+            hardware=host_hardware(launch.device),
+            gpus=gpus or None,
+            gpus_reason=reason,
+            persistent_cache=profile.cache.prefix and profile.cache.store.backend != "none",
+        )
+
+    def check(self, workload: Workload) -> None:
+        context = min(self.engine.profile.sched.max_context_tokens, self.engine.config.max_position_embeddings)
+        if workload.longest() > context:
+            raise CapacityError(
+                f"workload {workload.name}: its longest request needs {workload.longest()} tokens, the context holds "
+                f"{context}",
+                hint="raise sched.max_context_tokens, or lower load.input_tokens or load.max_input_tokens",
+            )
+
+    def prepare(self, workload: Workload, request: PlannedRequest, salt: int) -> Any:
+        self._sampling = {
+            "temperature": workload.sampling.temperature,
+            "ignore_eos": workload.sampling.ignore_eos,
+            "seed": workload.seed,
+        }
+        return workload.token_ids(request, self._ids, salt=salt)
+
+    def start(self, index: int, prepared: Any, output_tokens: int) -> float:
+        at = time.perf_counter()
+        self.engine.submit(Request(str(index), prepared, SamplingParams(max_tokens=output_tokens, **self._sampling)))
+        return at
+
+    def poll(self, timeout_s: float) -> Sequence[Chunk | Ended]:
+        if not self.engine.busy:
+            time.sleep(timeout_s)
+            return ()
+        events = self.engine.step()
+        return _translated(events, time.perf_counter())
+
+    def abort(self) -> Sequence[Chunk | Ended]:
+        out: list[Chunk | Ended] = []
+        for request_id in self.engine.in_flight():
+            ended = self.engine.abort(request_id)
+            out += _translated(ended, time.perf_counter())
+        return out
+
+    def begin(self) -> None:
+        self._times = _Marks(self.engine)
+
+    def counters(self) -> dict[str, Value]:
+        return self._times.since()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class _Marks:
+    """Steps and host times of the engine since a moment."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._steps = engine.steps
+        self._preemptions = engine.scheduler.preemptions
+
+    def since(self) -> dict[str, Value]:
+        engine = self._engine
+        steps = engine.steps - self._steps
+        out: dict[str, Value] = {"steps": steps, "preemptions": engine.scheduler.preemptions - self._preemptions}
+        for name in ("schedule", "build", "post", "run"):
+            kept = list(getattr(engine.times, f"{name}_ms"))[-steps:] if steps else []
+            out[f"step_{name}_mean_ms"] = float(np.mean(kept)) if kept else None
+        return out
+
+
+def usable_ids(engine: Engine) -> np.ndarray:
+    """Vocabulary entries a random prompt may contain, int64: no special token, no image token."""
+    config = engine.config
+    kept_out = engine.tokenizer.added_ids | {config.eos_token_id, config.bos_token_id, config.image_token_id}
+    size = min(config.vocab_size, engine.tokenizer.vocab_size)
+    return np.array([i for i in range(size) if i not in kept_out], dtype=np.int64)
+
+
+def _translated(events: Sequence[Any], now: float) -> list[Chunk | Ended]:
+    """Engine events as the run's; the tokens of one request in one step are one chunk."""
+    out: list[Chunk | Ended] = []
+    counts: dict[int, int] = {}
+    for event in events:
+        if not isinstance(event, Completion):
+            counts[int(event.request_id)] = counts.get(int(event.request_id), 0) + 1
+    out += [Chunk(index, now, n) for index, n in counts.items()]
+    return out + [_ended(e, now) for e in events if isinstance(e, Completion)]
+
+
+def _ended(done: Completion, now: float) -> Ended:
+    status = "failed" if done.error else "cancelled" if done.finish_reason == "abort" else "completed"
+    return Ended(
+        index=int(done.request_id),
+        at_s=now,
+        status=status,
+        input_tokens=done.usage.prompt,
+        output_tokens=done.usage.generated,
+        cached_tokens=done.usage.cached,
+        replayed_tokens=done.usage.replayed,
+        drafted_tokens=done.usage.drafted,
+        accepted_tokens=done.usage.accepted,
+        preemptions=done.usage.preemptions,
+        queued_s=done.timing.queued_s,
+        finish_reason=done.finish_reason,
+        error_group=done.error,
+        error=done.error_detail or done.error,
+    )
