@@ -1,4 +1,4 @@
-"""The five inner loops of the planner behind one interface, in numpy or compiled; both return the same bits.
+"""The inner loops of the planner behind one interface, in numpy or compiled; both return the same bits.
 
 ``NumpyLoops`` is the definition. ``native.NativeLoops`` runs ``loops.cpp``; which one is used is the caller's choice
 and is reported with the plan.
@@ -15,12 +15,25 @@ from deepinfer_engine.eplb.moments import LayerMoments
 from deepinfer_engine.eplb.search import SearchRules
 
 
+class Window(Protocol):
+    """One layer's counts in the form the loops read them; what is computed from every step of it. ``tokens``: their
+    sum."""
+
+    tokens: float
+
+    def moments(self, ahead: bool = True) -> LayerMoments: ...
+
+    def peak_sum(self, slot_RS: np.ndarray, copies_E: np.ndarray) -> int: ...
+
+
 class Loops(Protocol):
     """What a planner needs computed per layer; shapes as in the numpy functions of the same names."""
 
     name: str
 
-    def moments(self, counts_ME: np.ndarray, ahead: bool = True) -> LayerMoments: ...
+    def window(self, counts_ME: np.ndarray, spare: Window | None = None) -> Window:
+        """The counts [M, E] of one layer; ``spare`` is a window that is not used any more: its memory may be taken."""
+        ...
 
     def replica_counts(self, weight_E: np.ndarray, ranks: int, slots: int) -> np.ndarray: ...
 
@@ -36,7 +49,19 @@ class Loops(Protocol):
         held_RE: np.ndarray | None = None,
     ) -> tuple[np.ndarray, int]: ...
 
-    def peak_sum(self, counts_ME: np.ndarray, slot_RS: np.ndarray, copies_E: np.ndarray) -> int: ...
+
+class NumpyWindow:
+    """Counts [M, E] as they are."""
+
+    def __init__(self, counts_ME: np.ndarray):
+        self.counts_ME = counts_ME
+        self.tokens = float(counts_ME.sum(dtype=np.float64))
+
+    def moments(self, ahead: bool = True) -> LayerMoments:
+        return moments.layer_moments(self.counts_ME, ahead)
+
+    def peak_sum(self, slot_RS: np.ndarray, copies_E: np.ndarray) -> int:
+        return score.peak_sum(self.counts_ME, slot_RS, copies_E)
 
 
 class NumpyLoops:
@@ -44,8 +69,10 @@ class NumpyLoops:
 
     name = "numpy"
 
-    moments = staticmethod(moments.layer_moments)
+    @staticmethod
+    def window(counts_ME: np.ndarray, spare: Window | None = None) -> Window:
+        return NumpyWindow(counts_ME)
+
     replica_counts = staticmethod(placement.replica_counts)
     longest_first = staticmethod(placement.longest_first)
     swap_search = staticmethod(search.swap_search)
-    peak_sum = staticmethod(score.peak_sum)

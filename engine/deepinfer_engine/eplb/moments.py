@@ -19,7 +19,6 @@ exact, and the result does not depend on threads, BLAS or the order of summation
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,10 +81,14 @@ def block_count(steps: int) -> int:
     return 0
 
 
+def block_starts(steps: int, blocks: int) -> list[int]:
+    """First step of every block, then ``steps``."""
+    return [k * steps // blocks for k in range(blocks + 1)]
+
+
 def block_sums(counts_ME: np.ndarray, blocks: int) -> np.ndarray:
     """Counts [blocks, E] of consecutive, equally long runs of steps."""
-    steps = counts_ME.shape[0]
-    return np.add.reduceat(counts_ME, [k * steps // blocks for k in range(blocks)])
+    return np.add.reduceat(counts_ME, block_starts(counts_ME.shape[0], blocks)[:-1])
 
 
 def forecast(block_BE: np.ndarray) -> np.ndarray | None:
@@ -97,23 +100,43 @@ def forecast(block_BE: np.ndarray) -> np.ndarray | None:
     """
     if len(block_BE) != MANY_BLOCKS:
         return None
+    share_KE = _shares(_FORECASTS, block_BE)
     mean_E = np.maximum(block_BE.sum(axis=0), 1).astype(np.float64)
-    plain, weighted = [], []
+    tried = 3 * len(ORIGINS)
+    plain_OE, weighted_OE, after_OE = share_KE[0:tried:3], share_KE[1:tried:3], share_KE[2:tried:3]
+    # cumsum adds from left to right: the decision is the same wherever it is made.
+    plain, weighted = (
+        float(np.cumsum((guess_OE - after_OE) ** 2 / mean_E)[-1]) for guess_OE in (plain_OE, weighted_OE)
+    )
+    return share_KE[-1] if weighted < FORECAST_GAIN * plain else None
+
+
+def recent_weights(blocks: int) -> list[int]:
+    """Weight of every block, the newest last."""
+    return [RECENT[age % 3] >> (age // 3) for age in range(blocks - 1, -1, -1)]
+
+
+def _forecasts() -> np.ndarray:
+    """Weights [3 · origins + 1, MANY_BLOCKS] of the block sums that ``forecast`` looks at: for every origin the plain
+    past, the weighted past and what came after; then the weighted window."""
+    rows = []
     for t in ORIGINS:
-        past_BE, after_E = block_BE[:t], _share(block_BE[t : t + HORIZON].sum(axis=0))
-        for errors, guess_E in ((plain, _share(past_BE.sum(axis=0))), (weighted, _share(_recent_sums(past_BE)))):
-            errors.extend(((guess_E - after_E) ** 2 / mean_E).tolist())
-    # fsum rounds once: the decision depends on no order of summation.
-    if not math.fsum(weighted) < FORECAST_GAIN * math.fsum(plain):
-        return None
-    return _share(_recent_sums(block_BE))
+        rest = MANY_BLOCKS - t
+        after = [0] * t + [1] * HORIZON + [0] * (rest - HORIZON)
+        rows += [[1] * t + [0] * rest, recent_weights(t) + [0] * rest, after]
+    return np.array([*rows, recent_weights(MANY_BLOCKS)], np.int64)
 
 
-def _recent_sums(block_BE: np.ndarray) -> np.ndarray:
-    """Exact int64 sums [E] of blocks under the weights of ``RECENT``."""
-    ages = range(len(block_BE) - 1, -1, -1)
-    weight_B = np.array([RECENT[age % 3] >> (age // 3) for age in ages], np.int64)
-    return (block_BE * weight_B[:, None]).sum(axis=0)
+_FORECASTS = _forecasts()
+
+
+def _shares(weight_KB: np.ndarray, block_BE: np.ndarray) -> np.ndarray:
+    """Shares [K, E] of weighted sums of blocks; the sums are exact, in float64 where every one stays below 2^53."""
+    if int(block_BE.sum()) * RECENT[0] < 2**53:
+        sum_KE = weight_KB.astype(np.float64) @ block_BE.astype(np.float64)
+    else:
+        sum_KE = weight_KB @ block_BE
+    return sum_KE / sum_KE.sum(axis=1, keepdims=True).astype(np.float64)
 
 
 def _share(sum_E: np.ndarray) -> np.ndarray:
@@ -144,17 +167,11 @@ def quantised(counts_ME: np.ndarray, blocks_BE: np.ndarray, mean_E: np.ndarray) 
     return y_ME, unit_E / QUANT
 
 
-def expected(counts_ME: np.ndarray, ahead: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Block sums [B, E], totals [E], expected share [E] and whether it favours the recent past, of usable steps.
-
-    Only with ``ahead`` may it.
-    """
-    steps = counts_ME.shape[0]
-    blocks = block_count(steps)
-    block_BE = block_sums(counts_ME, blocks) if blocks else np.empty((0, counts_ME.shape[1]), np.int64)
-    total_E = block_BE.sum(axis=0) if blocks else counts_ME.sum(axis=0)
+def expected(total_E: np.ndarray, block_BE: np.ndarray, ahead: bool) -> tuple[np.ndarray, bool]:
+    """Expected share [E] from totals and block sums, and whether it favours the recent past; only with ``ahead`` may
+    it."""
     recent_E = forecast(block_BE) if ahead else None
-    return block_BE, total_E, _share(total_E) if recent_E is None else recent_E, recent_E is not None
+    return (_share(total_E), False) if recent_E is None else (recent_E, True)
 
 
 def _deviations(counts_ME: np.ndarray, tokens_M: np.ndarray, mean_E: np.ndarray, out_ME: np.ndarray) -> None:
@@ -187,7 +204,10 @@ def layer_moments(counts_ME: np.ndarray, ahead: bool = True) -> LayerMoments:
     """Moments of one layer from reduced int64 counts [M, E] with at least one token; ``ahead`` as in ``expected``."""
     counts_ME = usable(counts_ME)
     steps = counts_ME.shape[0]
-    block_BE, total_E, mean_E, recent = expected(counts_ME, ahead)
+    blocks = block_count(steps)
+    block_BE = block_sums(counts_ME, blocks) if blocks else np.empty((0, counts_ME.shape[1]), np.int64)
+    total_E = counts_ME.sum(axis=0)
+    mean_E, recent = expected(total_E, block_BE, ahead)
     tokens = float(int(total_E.sum()))
     per_step = tokens / steps
     if steps < MIN_STEPS:

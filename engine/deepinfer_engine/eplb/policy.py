@@ -29,6 +29,7 @@ decided by (score, id), so the plan is the same on any number of threads, in any
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,14 +37,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_engine.eplb import layout
-from deepinfer_engine.eplb.loops import Loops, NumpyLoops
+from deepinfer_engine.eplb.loops import Loops, NumpyLoops, Window
 from deepinfer_engine.eplb.moments import LayerMoments, reduced
 from deepinfer_engine.eplb.placement import MAX_WEIGHT, colocated, replica_cap
 from deepinfer_engine.eplb.search import SearchRules
 from deepinfer_engine.errors import ArtefactError, UsageError
 
 #: Name and version stamped into plans; changes whenever the same input may give another plan.
-ALGORITHM = "covariance-swap/2"
+ALGORITHM = "covariance-swap/3"
 
 #: A rank whose mean stays above this after the search is worth the eight other starts.
 HARD_RANK = 1.05
@@ -188,28 +189,35 @@ def plan_experts(
         return tuple(pool.map(one, range(layers)))
 
 
+class _Memory(threading.local):
+    """A thread's last window, whose memory the next one may take."""
+
+    spare: Window | None = None
+
+
 class _LayerPlanner:
     """Plans one layer; holds only what all layers share."""
 
     def __init__(self, topology: Topology, settings: PlanSettings, loops: Loops):
         self.topology, self.settings, self.loops = topology, settings, loops
         self.live = np.array(topology.live)
+        self.memory = _Memory()
 
     def plan(self, counts_ME: np.ndarray, old_RS: np.ndarray | None) -> PlannedLayer:
         topology, experts = self.topology, counts_ME.shape[1]
         held = None if old_RS is None else layout.on_ranks(old_RS, topology.ranks)
-        if not counts_ME.any():
+        if not counts_ME[:1].any() and not counts_ME.any():
             return self._silent(experts, held)
         counts_ME = reduced(counts_ME)
-        tokens = int(counts_ME.sum(dtype=np.float64))
-        if tokens > MAX_WEIGHT // 2:
-            raise OverflowError(f"{tokens:.3g} tokens in the window, exact arithmetic holds {MAX_WEIGHT // 2:.3g}")
         slot_RS = np.full((topology.ranks, topology.slots_per_rank), -1, np.int64)
         copies_E, starts, exchanges = np.zeros(experts, np.int64), [], 0
         ahead = held is None or self.settings.max_moves is None
         for ranks, ids in self._parts(counts_ME):
             mine_ME = counts_ME if len(ids) == experts else np.ascontiguousarray(counts_ME[:, ids])
-            part = _Part(self.loops, self.settings, mine_ME, len(ranks), topology.slots_per_rank, ahead)
+            part = _Part(
+                self.loops, self.settings, mine_ME, len(ranks), topology.slots_per_rank, ahead, self.memory.spare
+            )
+            self.memory.spare = part.window
             old = None if held is None else [layout.renumbered(held[r], ids) for r in ranks]
             best, start, swaps = part.warm(old) if old is not None else part.cold()
             slot_RS[list(ranks)] = ids[best]
@@ -250,21 +258,29 @@ class _Part:
     load."""
 
     def __init__(
-        self, loops: Loops, settings: PlanSettings, counts_ME: np.ndarray, ranks: int, slots: int, ahead: bool
+        self,
+        loops: Loops,
+        settings: PlanSettings,
+        counts_ME: np.ndarray,
+        ranks: int,
+        slots: int,
+        ahead: bool,
+        spare: Window | None = None,
     ):
-        self.loops, self.settings, self.counts_ME = loops, settings, counts_ME
-        self.ranks, self.slots = ranks, slots
-        experts = counts_ME.shape[1]
-        if not counts_ME.any():  # a node whose groups saw no token
+        self.loops, self.settings = loops, settings
+        self.ranks, self.slots, self.experts = ranks, slots, counts_ME.shape[1]
+        self.window = loops.window(counts_ME, spare)
+        experts, tokens = self.experts, self.window.tokens
+        if tokens > MAX_WEIGHT // 2:
+            raise OverflowError(f"{tokens:.3g} tokens in the window, exact arithmetic holds {MAX_WEIGHT // 2:.3g}")
+        if not tokens:  # a node whose groups saw no token
             self.m = LayerMoments(
                 np.ones(experts, np.int64), np.full(experts, 1.0 / experts), np.zeros((experts, experts)), 1, 1.0
             )
         else:
-            self.m = loops.moments(counts_ME, ahead)
-        scale = float(ranks)
+            self.m = self.window.moments(ahead)
         # What copies are given by: totals, exact, unless the recent past says more.
         self.weight_E = self._weights(0.0, 1.0) if self.m.recent else self.m.total_E
-        self.mean_E, self.cov_EE = self.m.mean_E * scale, self.m.cov_EE * (scale * scale)
 
     def _weights(self, z: float, alpha: float) -> np.ndarray:
         """(mean + z·sd)^α as int64, the largest 2^40: far more digits than the counts carry."""
@@ -276,19 +292,19 @@ class _Part:
 
     def _searched(self, copies_E: np.ndarray, name: str) -> Candidate:
         start_RS = self.loops.longest_first(self._weights(1.0, 1.0), copies_E, self.ranks)
-        slot_RS, swaps = self.loops.swap_search(start_RS, self.mean_E, self.cov_EE, copies_E, SearchRules())
+        slot_RS, swaps = self.loops.swap_search(start_RS, self.m.mean_E, self.m.cov_EE, copies_E, SearchRules())
         return slot_RS, name, swaps
 
     def _copies(self, slot_RS: np.ndarray) -> np.ndarray:
-        return np.bincount(slot_RS.reshape(-1), minlength=self.counts_ME.shape[1])
+        return np.bincount(slot_RS.reshape(-1), minlength=self.experts)
 
     def _hard(self, slot_RS: np.ndarray) -> bool:
-        load_E = self.mean_E / self._copies(slot_RS)
+        load_E = self.m.mean_E * float(self.ranks) / self._copies(slot_RS)
         return float(load_E[slot_RS].sum(axis=1).max()) > HARD_RANK
 
     def _best(self, candidates: Sequence[Candidate]) -> Candidate:
         """Smallest exact Σ_steps max_rank; the earliest of equals."""
-        scored = [self.loops.peak_sum(self.counts_ME, c[0], self._copies(c[0])) for c in candidates]
+        scored = [self.window.peak_sum(c[0], self._copies(c[0])) for c in candidates]
         return candidates[scored.index(min(scored))]
 
     def cold(self) -> Candidate:
@@ -309,7 +325,7 @@ class _Part:
 
     def warm(self, held: list[list[int]]) -> Candidate:
         """From the experts each rank holds now (ids of this part, -1 elsewhere): fewest moves for the balance."""
-        experts = self.counts_ME.shape[1]
+        experts = self.experts
         complete = layout.complete(held, experts, self.slots)
         cap = self.settings.max_moves
         replicas = replica_cap(experts, self.ranks, self.ranks * self.slots)
@@ -320,7 +336,7 @@ class _Part:
         rules = SearchRules(price=self.settings.move_price, cap=cap)
         slot_RS, copies_E, swaps = start_RS, self._copies(start_RS), 0
         for _ in range(WARM_PASSES):
-            slot_RS, made = self.loops.swap_search(slot_RS, self.mean_E, self.cov_EE, copies_E, rules, held_RE)
+            slot_RS, made = self.loops.swap_search(slot_RS, self.m.mean_E, self.m.cov_EE, copies_E, rules, held_RE)
             swaps += made
             if not made:
                 break

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: φ(x) = (1 + x/64)^64: six squarings.
+#: φ(x) = (1 + x/64)^64: six squarings. Everything below is kept as y = 1 + x/64.
 POWER_LOG2 = 6
 INV_POWER = 1.0 / (1 << POWER_LOG2)
 
-#: 1 + x/64 is cut here: its 64th power is 1e294, and sums over ranks stay finite.
+#: y is cut here: its 64th power is 1e294, and sums over ranks stay finite.
 PHI_CAP = 4e4
 
 #: An exchange must also gain this fraction of the other rank's cost: next to a rank that costs far more than the first,
@@ -52,15 +52,13 @@ def sharpness(ranks: int) -> float:
     return round(1.5 * math.sqrt(2.0 * math.log(max(ranks, 2))), 9)
 
 
-def phi(x: np.ndarray) -> np.ndarray:
-    """φ in place."""
-    x *= INV_POWER
-    x += 1.0
-    np.maximum(x, 0.0, out=x)
-    np.minimum(x, PHI_CAP, out=x)
+def phi(y: np.ndarray) -> np.ndarray:
+    """φ in place, from y = 1 + x/64."""
+    np.maximum(y, 0.0, out=y)
+    np.minimum(y, PHI_CAP, out=y)
     for _ in range(POWER_LOG2):
-        np.multiply(x, x, out=x)
-    return x
+        np.multiply(y, y, out=y)
+    return y
 
 
 def swap_search(
@@ -73,12 +71,20 @@ def swap_search(
 ) -> tuple[np.ndarray, int]:
     """Improved slots [R, S] and the number of exchanges made.
 
-    ``mean_E`` and ``cov_EE`` are in units of the mean rank load. ``held_RE`` (bool) says which rank already holds which
-    expert: with it, exchanges pay ``rules.price`` per expert received and never exceed ``rules.cap``.
+    ``mean_E`` and ``cov_EE`` are those of shares of the layer's tokens. ``held_RE`` (bool) says which rank already
+    holds which expert: with it, exchanges pay ``rules.price`` per expert received and never exceed ``rules.cap``.
     """
     state = _State(slot_RS, mean_E, cov_EE, copies_E, held_RE)
     swaps = state.descend(rules)
     return state.slot.reshape(slot_RS.shape), swaps
+
+
+def _left(a: np.ndarray) -> np.ndarray:
+    """The sum over the second axis, added from left to right."""
+    out = a[:, 0].copy()
+    for k in range(1, a.shape[1]):
+        out += a[:, k]
+    return out
 
 
 class _State:
@@ -96,7 +102,8 @@ class _State:
         self.slots: int
         self.ranks, self.slots = slot_RS.shape
         self.slot = slot_RS.reshape(-1).copy()
-        self.part_E: np.ndarray = 1.0 / copies_E
+        # One replica's part of an expert's share, in units of the mean rank load.
+        self.part_E: np.ndarray = float(self.ranks) / copies_E
         self.load_E = mean_E * self.part_E
         self.cov_EE = cov_EE
         has = np.zeros((self.ranks, len(mean_E)), bool)
@@ -116,41 +123,30 @@ class _State:
         part = self.part_E[self.slot]
         cov_PP = self.cov_EE[self.slot[:, None], self.slot[None, :]]
         cov_PP *= part[:, None] * part[None, :]
-        K3 = cov_PP.reshape(R, S, R * S)
-        V = K3[:, 0].copy()
-        for s in range(1, S):
-            V += K3[:, s]
-        self_cov = V.reshape(R, R, S)[own, own]
-        var_R = self_cov[:, 0].copy()
+        own_RSS = cov_PP.reshape(R, S, R, S)[own, :, own]
         load_RS = self.load_E[self.slot].reshape(R, S)
-        mu_R = load_RS[:, 0].copy()
-        for s in range(1, S):
-            var_R += self_cov[:, s]
-            mu_R += load_RS[:, s]
-        spread = 0.0
-        for v in np.sqrt(np.maximum(var_R, 0.0)).tolist():
-            spread += v
-        b = sharp / max(spread / R, 1e-4)
-        half = 0.5 * b * b
-        self.V2 = V * (2.0 * half)
+        var_R = _left(_left(own_RSS))
+        mu_R = _left(load_RS)
+        spread = float(_left(np.sqrt(np.maximum(var_R, 0.0))[None, :])[0])
+        sharpness = sharp / max(spread / R, 1e-4)
+        b, half = sharpness * INV_POWER, 0.5 * sharpness * sharpness * INV_POWER
         self.load_P = load_RS.reshape(-1) * b
         self.diag_P = np.diagonal(cov_PP) * half
+        self.gain_P = self.load_P + self.diag_P
         cov_PP *= 2.0 * half
         self.K2 = cov_PP
-        self.gain_P = self.load_P + self.diag_P
-        floor = 0.0
-        for v in var_R.tolist():
-            floor += v
-        self.x_R = (mu_R - 1.0) * b + var_R * half - half * (floor / R)
-        self.phi_R = phi(self.x_R.copy())
+        self.V2 = _left(cov_PP.reshape(R, S, R * S))
+        base = half * (float(_left(var_R[None, :])[0]) / R)
+        self.y_R = (((mu_R - 1.0) * b + var_R * half) - base) + 1.0
+        self.phi_R = phi(self.y_R.copy())
         self.loss_P = np.empty(R * S)
         for r in range(R):
             self._reset(r)
 
     def _reset(self, r: int) -> None:
-        """loss[p] = x of p's rank without p."""
+        """loss[p] = y of p's rank without p."""
         lo, hi = r * self.slots, (r + 1) * self.slots
-        self.loss_P[lo:hi] = self.x_R[r] + ((self.diag_P[lo:hi] - self.load_P[lo:hi]) - self.V2[r, lo:hi])
+        self.loss_P[lo:hi] = self.y_R[r] + ((self.diag_P[lo:hi] - self.load_P[lo:hi]) - self.V2[r, lo:hi])
 
     def total(self) -> float:
         out = 0.0
@@ -184,7 +180,7 @@ class _State:
         return swaps
 
     def _best(self, a: int, rules: SearchRules) -> tuple[int, int, float, float] | None:
-        """The best exchange of a slot of rank ``a``: (own slot, other slot, new x of a, new x of the other), or
+        """The best exchange of a slot of rank ``a``: (own slot, other slot, new y of a, new y of the other), or
         None."""
         R, S = self.ranks, self.slots
         P, lo, hi = R * S, a * S, a * S + S
@@ -207,10 +203,10 @@ class _State:
         if not cost.reshape(-1)[best] < self.phi_R[a] - least:
             return None
         i += lo
-        x_a = (self.loss_P[i] + (self.gain_P[p] + self.V2[a, p])) - self.K2[i, p]
+        y_a = (self.loss_P[i] + (self.gain_P[p] + self.V2[a, p])) - self.K2[i, p]
         b = p // S
-        x_b = ((self.gain_P[i] + self.V2[b, i]) + self.loss_P[p]) - self.K2[i, p]
-        return i, p, float(x_a), float(x_b)
+        y_b = ((self.gain_P[i] + self.V2[b, i]) + self.loss_P[p]) - self.K2[i, p]
+        return i, p, float(y_a), float(y_b)
 
     def _charge(self, cost: np.ndarray, a: int, rules: SearchRules) -> None:
         """Add the price of received experts to ``cost`` [S, R, S]; forbid what would exceed the cap."""
@@ -225,7 +221,7 @@ class _State:
         if rules.cap is not None:
             cost[(delta > 0) & (self.received + delta > rules.cap)] = np.inf
 
-    def _swap(self, a: int, i: int, p: int, x_a: float, x_b: float) -> None:
+    def _swap(self, a: int, i: int, p: int, y_a: float, y_b: float) -> None:
         S, b = self.slots, p // self.slots
         e, f = int(self.slot[i]), int(self.slot[p])
         new = self.new_RE
@@ -242,8 +238,8 @@ class _State:
         self.V2[b] -= shift
         for v in (self.load_P, self.diag_P, self.gain_P):
             v[i], v[p] = v[p], v[i]
-        self.x_R[a], self.x_R[b] = x_a, x_b
-        pair = phi(np.array([x_a, x_b]))
+        self.y_R[a], self.y_R[b] = y_a, y_b
+        pair = phi(np.array([y_a, y_b]))
         self.phi_R[a], self.phi_R[b] = pair
         self._reset(a)
         self._reset(b)

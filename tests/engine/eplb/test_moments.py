@@ -96,6 +96,14 @@ def test_without_a_trend_or_time_to_see_one_every_step_counts_the_same(kind):
 
 
 def test_recent_weights_halve_every_three_blocks():
-    block = np.zeros((40, 2), np.int64)
-    block[[39, 36, 0]] = [[1, 0], [0, 1], [8, 8]]
-    assert moments._recent_sums(block).tolist() == [65536 + 8 * 8, 32768 + 8 * 8]
+    weights = moments.recent_weights(40)
+    assert (weights[39], weights[36], weights[0]) == (65536, 32768, 8)
+    assert all(b == a // 2 for a, b in zip(weights[3:], weights[:-3], strict=True))
+
+
+def test_forecast_weighs_the_same_when_floats_could_not_hold_the_sums():
+    block = shifting().reshape(40, 10, 16).sum(axis=1)
+    huge = block * (2**37 // int(block.sum()) + 1)
+    small, large = moments.forecast(block), moments.forecast(huge)
+    assert small is not None and large is not None and int(huge.sum()) * 65536 >= 2**53
+    assert large == pytest.approx(small, rel=1e-12)

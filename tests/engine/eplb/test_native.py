@@ -38,7 +38,7 @@ SHAPES = [
 @pytest.mark.parametrize(("experts", "ranks", "slots", "steps"), SHAPES)
 def test_same_plan_and_same_moments(decode, compiled, experts, ranks, slots, steps):
     counts = decode(experts=experts, ranks=ranks, steps=steps)
-    a, b = compiled.moments(counts[:, 0]), loops.NumpyLoops.moments(counts[:, 0])
+    a, b = (which.window(counts[:, 0]).moments() for which in (compiled, loops.NumpyLoops()))
     assert (
         (a.cov_EE == b.cov_EE).all()
         and (a.mean_E == b.mean_E).all()
@@ -76,9 +76,34 @@ def test_same_warm_start(decode, compiled, cap):
 @needs_compiler
 def test_other_integer_types_and_strides_are_accepted(decode, compiled):
     counts = decode()
-    want = compiled.moments(counts[:, 1]).cov_EE
+    want = compiled.window(counts[:, 1]).moments().cov_EE
     for view in (counts.astype(np.uint16)[:, 1], np.asfortranarray(counts)[:, 1], counts[::-1, 1][::-1]):
-        assert (compiled.moments(view).cov_EE == want).all()
+        assert (compiled.window(view).moments().cov_EE == want).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("factor", [1, 60_000, 3_000_000])
+def test_peak_sums_are_exact_in_every_width(decode, compiled, factor):
+    """32-bit loads, 64-bit loads of 32-bit counts, and counts beyond 32 bits."""
+    counts = decode()[:, 0] * factor
+    slots = np.stack([np.roll(np.arange(48), -6 * r)[:7] for r in range(8)])
+    copies = np.bincount(slots.reshape(-1), minlength=48)
+    assert sorted(set(copies.tolist())) == [1, 2]
+    a, b = (which.window(counts).peak_sum(slots, copies) for which in (compiled, loops.NumpyLoops()))
+    assert a == b > 0
+    assert (counts.max() >= 2**31) == (factor == 3_000_000) == isinstance(compiled.window(counts), loops.NumpyWindow)
+
+
+@needs_compiler
+def test_a_window_in_the_memory_of_another_has_its_own_numbers(decode, compiled):
+    first, second = decode()[:, 0], decode()[:, 1]
+    want = compiled.window(second).moments()
+    spare = compiled.window(first)
+    spare.moments()
+    got = compiled.window(second, spare).moments()
+    assert (got.cov_EE == want.cov_EE).all() and (got.mean_E == want.mean_E).all()
+    idle = np.insert(second, [0, 9], 0, axis=0)
+    assert (compiled.window(idle, spare).moments().cov_EE == want.cov_EE).all()
 
 
 @needs_compiler

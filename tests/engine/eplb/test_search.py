@@ -14,7 +14,7 @@ from deepinfer_engine.eplb import moments, placement, search
 def case(decode, layer: int = 0, ranks: int = 8, slots: int = 7):
     m = moments.layer_moments(decode()[:, layer])
     copies = placement.replica_counts(m.total_E, ranks, ranks * slots)
-    return placement.longest_first(m.total_E, copies, ranks), m.mean_E * ranks, m.cov_EE * ranks**2, copies
+    return placement.longest_first(m.total_E, copies, ranks), m.mean_E, m.cov_EE, copies
 
 
 def cost(slots, mean, cov, copies, sharp_per_sigma):
@@ -23,7 +23,7 @@ def cost(slots, mean, cov, copies, sharp_per_sigma):
     weight = np.zeros((ranks, len(mean)))
     for r, row in enumerate(slots):
         for e in row:
-            weight[r, e] += 1 / copies[e]
+            weight[r, e] += ranks / copies[e]
     mu, var = weight @ mean, np.einsum("re,ef,rf->r", weight, cov, weight)
     b, base = sharp_per_sigma
     x = b * (mu - 1) + b * b / 2 * var - base
@@ -36,7 +36,7 @@ def stage_of(slots, mean, cov, copies):
     weight = np.zeros((ranks, len(mean)))
     for r, row in enumerate(slots):
         for e in row:
-            weight[r, e] += 1 / copies[e]
+            weight[r, e] += ranks / copies[e]
     var = np.einsum("re,ef,rf->r", weight, cov, weight)
     b = search.sharpness(ranks) / np.sqrt(var).mean()
     return b, b * b / 2 * var.mean()
@@ -100,4 +100,4 @@ def test_a_higher_price_never_moves_more(decode):
 
 def test_phi_is_close_to_the_exponential_where_it_matters():
     x = np.linspace(-3, 3, 101)
-    assert np.abs(np.log(search.phi(x.copy())) - x).max() < 0.08
+    assert np.abs(np.log(search.phi(1 + x / 64)) - x).max() < 0.08
