@@ -283,4 +283,6 @@ AS_THEY_ARE = frozenset({
     "prepare_weight", "embed", "rope", "dispatch_permute", "moe_combine", "quantise_index_query", "index_weights",
     "candidate_blocks", "restrict_to_candidates", "select_topk", "pack_rows", "unpack_rows", "store_rows", "load_rows",
     "engram_hash", "dequantise_table", "sample", "adjust_logits", "token_logprobs",
+    "dspark_confidence", "dspark_split", "verify_rows", "draft_sample", "adjust_verify_logits", "accept_drawn",
+    "accept_rejection", "truncate_emitted",
 })  # fmt: skip

@@ -25,6 +25,7 @@ from deepinfer_kernels.reference import (
     moe,
     norm,
     sample,
+    speculate,
 )
 from deepinfer_kernels.reference.numerics import NUMERICS, Numerics
 from deepinfer_kernels.spec import Implementation
@@ -43,6 +44,7 @@ _FAMILIES = {
     "moe": moe,
     "norm": norm,
     "sample": sample,
+    "speculate": speculate,
 }
 
 

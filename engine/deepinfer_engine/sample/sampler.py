@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer_engine.spec.accept import NO_TOKEN, NON_FINITE, NOTHING_ALLOWED, VerifyInputs
 from deepinfer_engine.types import Sequence
-
-#: a drawn id below zero: the row's logits were not finite; no token was allowed
-NON_FINITE, NOTHING_ALLOWED = -1, -2
 
 
 @dataclass(frozen=True)
@@ -68,22 +66,34 @@ class Sampler:
     def prepare(self, rows: Rows[Sequence], masks: Mapping[int, np.ndarray]) -> DrawInputs:
         """Inputs for one id per row; ``masks``: uid → int32 words of the tokens a grammar allows now."""
         params = [s.request.sampling for s in rows]
-        filters = None
-        if any(p.temperature for p in params):
-            filters = {
-                "temperature": self._column([p.temperature for p in params], torch.float32),
-                "top_k": self._column([p.top_k for p in params], torch.int64),
-                "top_p": self._column([p.top_p for p in params], torch.float32),
-                "min_p": self._column([p.min_p for p in params], torch.float32),
-                "seed": self._column([_signed(s.seed) for s in rows], torch.int64),
-                "position": self._column([len(s.token_ids) for s in rows], torch.int64),
-            }
         which = [i for i, p in enumerate(params) if p.logprobs]
         return DrawInputs(
-            filters=filters,
+            filters=self._filters(rows),
             adjust=self._adjust(rows, masks),
             wanted=self._column(which, torch.int64) if which else None,
             top=max((p.top_logprobs for p in params), default=0),
+        )
+
+    def prepare_verify(
+        self,
+        rows: Rows[Sequence],
+        masks: Mapping[int, np.ndarray],
+        *,
+        places: int,
+        stops: Rows[tuple[int, ...]],
+        room: Rows[int],
+    ) -> VerifyInputs:
+        """Inputs for up to ``places`` = J + 1 ids per row; ``masks``: uid → int32 [J+1, words], one mask per place.
+
+        ``stops`` are the ids that end each row, ``room`` how many tokens it may still emit.
+        """
+        width = max((len(ids) for ids in stops), default=0)
+        padded = [[*ids, *[NO_TOKEN] * (width - len(ids))] for ids in stops]
+        return VerifyInputs(
+            filters=self._filters(rows),
+            adjust=self._adjust_verify(rows, masks, places),
+            stop=torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width).to(self.device, non_blocking=True),
+            room=self._column(list(room), torch.int64),
         )
 
     @torch.inference_mode()
@@ -107,6 +117,53 @@ class Sampler:
     def forget(self, uid: int) -> None:
         """Drop what is kept for a finished sequence."""
         self._counts.pop(uid, None)
+
+    def _filters(self, rows: Rows[Sequence]) -> dict[str, Tensor] | None:
+        """Settings, seed and position of the next token per row; None when every row is greedy."""
+        params = [s.request.sampling for s in rows]
+        if not any(p.temperature for p in params):
+            return None
+        return {
+            "temperature": self._column([p.temperature for p in params], torch.float32),
+            "top_k": self._column([p.top_k for p in params], torch.int64),
+            "top_p": self._column([p.top_p for p in params], torch.float32),
+            "min_p": self._column([p.min_p for p in params], torch.float32),
+            "seed": self._column([_signed(s.seed) for s in rows], torch.int64),
+            "position": self._column([len(s.token_ids) for s in rows], torch.int64),
+        }
+
+    def _adjust_verify(
+        self, rows: Rows[Sequence], masks: Mapping[int, np.ndarray], places: int
+    ) -> dict[str, Tensor] | None:
+        if not masks and not any(s.request.sampling.adjusts_logits for s in rows):
+            return None
+        pairs, biases, bits = _Pairs(), [], []
+        for b, seq in enumerate(rows):
+            p = seq.request.sampling
+            if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0:
+                pairs.add(b, seq, self._answer_counts(seq), whole=p.repetition_penalty != 1.0)
+            biases += [(b, token, value) for token, value in p.logit_bias]
+            words = masks.get(seq.uid)
+            if p.allowed_token_ids is not None or p.banned_token_ids:
+                own = np.tile(token_bits(self.vocab, p.allowed_token_ids, p.banned_token_ids), (places, 1))
+                words = own if words is None else words & own
+            if words is not None:
+                bits.append((b, words))
+        params = [s.request.sampling for s in rows]
+        none = np.zeros((0, places, 1), dtype=np.int32)
+        return {
+            "row": self._column(pairs.row, torch.int64),
+            "token": self._column(pairs.token, torch.int64),
+            "count": self._column(pairs.count, torch.float32),
+            "presence": self._column([p.presence_penalty for p in params], torch.float32),
+            "frequency": self._column([p.frequency_penalty for p in params], torch.float32),
+            "repetition": self._column([p.repetition_penalty for p in params], torch.float32),
+            "bias_row": self._column([b for b, _, _ in biases], torch.int64),
+            "bias_token": self._column([t for _, t, _ in biases], torch.int64),
+            "bias": self._column([v for _, _, v in biases], torch.float32),
+            "mask_row": self._column([b for b, _ in bits], torch.int64),
+            "mask": self._array(np.stack([w for _, w in bits]) if bits else none),
+        }
 
     def _adjust(self, rows: Rows[Sequence], masks: Mapping[int, np.ndarray]) -> dict[str, Tensor] | None:
         if not masks and not any(s.request.sampling.adjusts_logits for s in rows):
