@@ -25,6 +25,7 @@ WHEEL_DATA = (
     "deepinfer_engine/data/models/nano/*.safetensors",
     "deepinfer_engine/data/profiles/*.yaml",
     "deepinfer_engine/data/recipes/evals/*.jsonl",
+    "deepinfer_engine/data/recipes/sweeps/*.yaml",
     "deepinfer_engine/data/recipes/nano/*.py",
     "deepinfer_engine/data/recipes/nano/config.json",
     "deepinfer_engine/data/recipes/nano/words.txt",

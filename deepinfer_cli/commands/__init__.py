@@ -23,6 +23,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
     Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
     Verb("eval", "deepinfer_cli.commands.eval", "Measure accuracy on our engine or on any endpoint."),
+    Verb("sweep", "deepinfer_cli.commands.sweep", "Measure a grid of settings: rows, pictures, comparisons."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),
     Verb("eplb-plan", "deepinfer_cli.commands.eplb_plan", "Plan where experts live from recorded loads."),
     Verb("fetch-weights", "deepinfer_cli.commands.fetch_weights", "Fetch a checkpoint, resumable and hash-checked."),
