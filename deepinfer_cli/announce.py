@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from deepinfer_engine.engine import Engine
     from deepinfer_engine.eplb.record import Balance
     from deepinfer_engine.launch import Launch
+    from deepinfer_engine.runtime.rebalance import Rebalance
 
 #: below this a load is quicker than the sentence about it
 _NOTED_BYTES = 1_000_000_000
@@ -39,6 +41,7 @@ def launch_notes(launch: Launch, *, quiet: bool) -> None:
 
 def closing_notes(engine: Engine, *, quiet: bool) -> None:
     """Say what an engine could not do beside its answers; complete once it is closed."""
+    rebalance_notes(engine, quiet=quiet)
     for line in engine.notes():
         render.note(line, quiet=quiet)
 
@@ -91,8 +94,34 @@ def balance_text(balance: Balance | None) -> str:
     return f"moe_lb {balance.moe_lb:.3f}"
 
 
-def balance_row(balance: Balance | None) -> dict[str, Any] | None:
-    """The balance in a JSON document."""
+def rebalance_notes(engine: Engine, *, quiet: bool) -> None:
+    """Say what live rebalancing did, one line each."""
+    for entry in engine.rebalances:
+        render.note(rebalance_text(entry), quiet=quiet)
+
+
+def rebalance_text(entry: Rebalance) -> str:
+    """One rebalance in a line: what it cost, what was predicted and what came of it; or why nothing moved."""
+    if entry.outcome != "moved":
+        return f"rebalance at step {entry.step}: {entry.outcome}: {entry.reason}"
+    text = (
+        f"rebalance at step {entry.step}: {entry.experts} experts, {_bytes(entry.bytes)} "
+        f"(at most {_bytes(entry.max_rank_bytes)} to a rank) in {entry.move_steps} steps, {entry.move_ms:.1f} ms, "
+        f"planned in {entry.plan_ms:.0f} ms beside the steps"
+    )
+    if entry.predicted_before is not None and entry.predicted_after is not None:
+        text += f"; moe_lb {entry.predicted_before:.3f} -> {entry.predicted_after:.3f} predicted"
+    if entry.observed_before is not None and entry.observed_after is not None:
+        text += f", {entry.observed_before:.3f} -> {entry.observed_after:.3f} observed"
+    return text
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
+
+
+def experts_row(engine: Engine, balance: Balance | None) -> dict[str, Any] | None:
+    """Balance and rebalances in a JSON document."""
     if balance is None:
         return None
     return {
@@ -101,4 +130,5 @@ def balance_row(balance: Balance | None) -> dict[str, Any] | None:
         "tokens": balance.tokens,
         "moe_lb": balance.moe_lb,
         "moe_lb_step": balance.moe_lb_step,
+        "rebalances": [asdict(entry) for entry in engine.rebalances],
     }

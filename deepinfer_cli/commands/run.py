@@ -13,10 +13,10 @@ import typer
 
 from deepinfer_cli import batch_run, options, render
 from deepinfer_cli.announce import (
-    balance_row,
     balance_text,
     closing_notes,
     experts_recorded,
+    experts_row,
     launch_notes,
     load_notes,
 )
@@ -179,7 +179,7 @@ def command(
         balance = engine.balance(now=True)
     closing_notes(engine, quiet=quiet)
     if not live:
-        render.deliver(_text(format, results, launch, loaded.digest, balance), out)
+        render.deliver(_text(format, results, launch, loaded.digest, experts_row(engine, balance)), out)
     _summarise(results, balance, quiet=quiet)
 
 
@@ -361,7 +361,7 @@ class _Live:
         sys.stdout.flush()
 
 
-def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str, balance: Balance | None) -> str:
+def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str, experts: dict[str, Any] | None) -> str:
     if form is OutputFormat.text:
         if len(jobs) == 1:
             return jobs[0].content + "\n"
@@ -375,7 +375,7 @@ def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str, bal
         "weights_digest": launch.checkpoint.digest,
         "emulated": [asdict(r) for r in launch.replaced],
         "inactive": [asdict(i) for i in launch.inactive],
-        "experts": balance_row(balance),
+        "experts": experts,
         "results": rows,
     }
     return render.json_text(render.document("run", content))

@@ -21,13 +21,16 @@ from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.config.resources import model_dir as embedded_dir
 from deepinfer_engine.config.schema import Profile
+from deepinfer_engine.dist.mesh import LocalMesh
 from deepinfer_engine.eplb.record import Balance
 from deepinfer_engine.eplb.stats import ExpertStats
 from deepinfer_engine.errors import NotReadyError, UsageError
 from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
 from deepinfer_engine.model.load import load_model
-from deepinfer_engine.runtime.expert_watch import ExpertWatch, recordable_steps
+from deepinfer_engine.runtime.expert_mover import ExpertMover
+from deepinfer_engine.runtime.expert_watch import WINDOW_SLACK, ExpertWatch, recordable_steps
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
+from deepinfer_engine.runtime.rebalance import Rebalance, Rebalancer, RebalanceSettings
 from deepinfer_engine.runtime.runner import Flight, Runner
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
 from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checked_grammar, require_library, vocabulary
@@ -86,6 +89,8 @@ class Engine:
         self._started: dict[int, float] = {}
         self._live: dict[str, set[int]] = {}
         self._flight: Flight | None = None
+        self._launched = 0
+        self._rebalancer = self._make_rebalancer()
         self._grammars: GrammarService | None = None
         self._compiling: dict[int, Sequence] = {}
         # inside the reasoning a constrained answer may not end: it would have no constrained part
@@ -135,10 +140,7 @@ class Engine:
         lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
         shape = ReplayShape.of(config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
         tiers = open_tiers(profile, shape, checkpoint, kv.layout) if profile.cache.prefix else None
-        watch = None
-        if record_experts or profile.ranks > 1:
-            slots = loaded.mesh.placement.slots_LRS
-            watch = ExpertWatch(config, slots, keep=recordable_steps(config) if record_experts else 0, device=device)
+        watch = _watch(profile, config, loaded.mesh, device, recording=record_experts)
         runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane, kept=shape.snapshot_layers, watch=watch)
         return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits, shape, tiers), loaded.shards)
 
@@ -222,6 +224,8 @@ class Engine:
             if self._grammars is not None:
                 last.callback(self._grammars.close)
                 self._grammars = None
+            if self._rebalancer is not None:
+                last.callback(self._rebalancer.close)
             last.callback(self.runner.lane.close)
             flight, self._flight = self._flight, None
             if flight is not None:
@@ -246,10 +250,41 @@ class Engine:
     def expert_stats(self) -> ExpertStats:
         """Tokens per step, layer and expert, the newest ``recordable_steps``; for an engine opened to record them."""
         watch = self.runner.watch
-        if watch is None or watch.record.keep == 0:
+        if watch is None or not watch.recording:
             raise UsageError("this engine does not record expert counts", hint="open it with record_experts=True")
         self._gather(watch)
         return watch.stats(self.checkpoint.digest)
+
+    @property
+    def rebalances(self) -> tuple[Rebalance, ...]:
+        """What live rebalancing did so far, oldest first; complete after ``close``."""
+        if self._rebalancer is None:
+            return ()
+        self._rebalancer.observe()
+        return tuple(self._rebalancer.log)
+
+    def _make_rebalancer(self) -> Rebalancer | None:
+        runner, eplb = self.runner, self.profile.eplb
+        if self.profile.ranks == 1 or not eplb.period_steps:
+            return None
+        assert runner.watch is not None
+        settings = RebalanceSettings(
+            window_steps=eplb.window_steps,
+            period_steps=eplb.period_steps,
+            max_bytes_per_step=eplb.max_bytes_per_step,
+            top_k=self.config.num_experts_per_tok,
+            config_digest=self.config.digest,
+            weights_digest=self.checkpoint.digest,
+        )
+        return Rebalancer(
+            settings,
+            watch=runner.watch,
+            mesh=runner.mesh,
+            mover=ExpertMover([layer.ffn.bank for layer in runner.model.weights.layers], runner.mesh.local_slots),
+            lane=runner.lane,
+            device=runner.device,
+            step_ms=lambda: float(np.median(self.times.run_ms)) if self.times.run_ms else 0.0,
+        )
 
     def _gather(self, watch: ExpertWatch) -> None:
         self.runner.lane.launch(watch.flush).result()
@@ -281,6 +316,9 @@ class Engine:
             self.scheduler.reuse.wait()
         if plan.rows:
             self._note_starts(plan, began)
+            if self._rebalancer is not None:
+                self._rebalancer.before_step(self._launched)
+            self._launched += 1
             flight = self.runner.forward(plan, self.scheduler.running, self._flight)
         if self._flight is not None:
             events += self._collect(self._flight)
@@ -421,6 +459,18 @@ class Engine:
             error_detail=detail,
             logprobs=tuple(track.logprobs) if request.sampling.logprobs else None,
         )
+
+
+def _watch(
+    profile: Profile, config: ModelConfig, mesh: LocalMesh, device: str, *, recording: bool
+) -> ExpertWatch | None:
+    """Counts are kept for a file or for planning, and their balance wherever there is more than one rank."""
+    if not recording and profile.ranks == 1:
+        return None
+    keep = recordable_steps(config) if recording else 0
+    if profile.eplb.period_steps:
+        keep = max(keep, profile.eplb.window_steps + WINDOW_SLACK)
+    return ExpertWatch(config, mesh.placement.slots_LRS, keep=keep, device=device, recording=recording)
 
 
 def _check_ids(request: Request, config: ModelConfig) -> None:

@@ -63,22 +63,18 @@ class BalanceMeter:
 
     def __init__(self, slot_LRS: np.ndarray, experts: int):
         self._layers, self._ranks, self._experts = slot_LRS.shape[0], slot_LRS.shape[1], experts
+        self._live = int((slot_LRS[0] >= 0).any(axis=1).sum())
+        self._slots: dict[int, np.ndarray] = {0: slot_LRS}
         self._units: dict[int, np.ndarray] = {}
-        self._live = 1
-        self.use(0, slot_LRS)
         self.restart()
 
     def use(self, epoch: int, slot_LRS: np.ndarray) -> None:
-        """Steps of ``epoch`` run with these slots."""
-        self._units[epoch] = split_units(slot_LRS, self._experts).astype(np.float64)
-        self._live = int((slot_LRS[0] >= 0).any(axis=1).sum())
+        """Steps of ``epoch`` run with these slots. Epochs come in order."""
+        self._slots[epoch] = slot_LRS
 
-    def forget(self, before: int) -> None:
-        """Drop the slots of epochs whose steps have all been added."""
-        self._units = {epoch: units for epoch, units in self._units.items() if epoch >= before}
-
-    def restart(self) -> None:
-        """Start a new span."""
+    def restart(self, epoch: int = 0) -> None:
+        """Start a new span, of the steps from ``epoch`` on."""
+        self._from = epoch
         self._steps = self._tokens = 0
         self._peak_L = np.zeros(self._layers, np.int64)
         self._load_LR = np.zeros((self._layers, self._ranks), np.int64)
@@ -86,12 +82,16 @@ class BalanceMeter:
         self._busy_L = np.zeros(self._layers, np.int64)
 
     def add(self, chunk: CountChunk) -> None:
-        self._steps += len(chunk.tokens_M)
-        self._tokens += int(chunk.tokens_M.sum())
         for epoch in np.unique(chunk.epoch_M).tolist():
-            counts_MLE = chunk.counts_MLE[chunk.epoch_M == epoch]
+            if epoch < self._from:
+                continue
+            here = chunk.epoch_M == epoch
+            counts_MLE = chunk.counts_MLE[here]
+            self._steps += len(counts_MLE)
+            self._tokens += int(chunk.tokens_M[here].sum())
+            units_LER = self._split(epoch)
             # exact: a step would need 2^53 / LCM = 1.2e10 choices per layer before a float64 sum rounds
-            load_LMR = np.matmul(counts_MLE.transpose(1, 0, 2).astype(np.float64), self._units[epoch])
+            load_LMR = np.matmul(counts_MLE.transpose(1, 0, 2).astype(np.float64), units_LER)
             peak_LM, sum_LM = load_LMR.max(axis=2), load_LMR.sum(axis=2)
             busy_LM = sum_LM > 0
             self._peak_L += peak_LM.astype(np.int64).sum(axis=1)
@@ -99,6 +99,13 @@ class BalanceMeter:
             ratio_LM = np.divide(peak_LM * self._live, sum_LM, out=np.zeros_like(peak_LM), where=busy_LM)
             self._ratio_L += ratio_LM.sum(axis=1)
             self._busy_L += busy_LM.sum(axis=1)
+
+    def _split(self, epoch: int) -> np.ndarray:
+        """Units of an epoch, float64 [L, E, R]; those of epochs before it are done with."""
+        if epoch not in self._units:
+            self._units = {epoch: split_units(self._slots[epoch], self._experts).astype(np.float64)}
+            self._slots = {k: v for k, v in self._slots.items() if k >= epoch}
+        return self._units[epoch]
 
     def balance(self) -> Balance:
         total_L = self._load_LR.sum(axis=1)
@@ -157,6 +164,20 @@ class LoadRecord:
         taken.reverse()
         counts = np.concatenate([c.counts_MLE for c in taken])[-wanted:].astype(np.int64)
         return counts, np.concatenate([c.tokens_M for c in taken])[-wanted:]
+
+    def window(self, end: int, steps: int) -> list[CountChunk]:
+        """Chunks of the ``steps`` steps before step ``end`` (numbered from 0), oldest first, the outer ones cut; fewer
+        where fewer are kept. Nothing is copied, so another thread may put them together."""
+        out: list[CountChunk] = []
+        upto = self.steps
+        for chunk in reversed(self._chunks):
+            first = upto - len(chunk.tokens_M)
+            lo, hi = max(first, end - steps), min(upto, end)
+            if lo < hi:
+                part = slice(lo - first, hi - first)
+                out.append(CountChunk(chunk.counts_MLE[part], chunk.tokens_M[part], chunk.epoch_M[part]))
+            upto = first
+        return out[::-1]
 
     @property
     def kept(self) -> int:

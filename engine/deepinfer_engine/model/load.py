@@ -10,6 +10,7 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.schema import Profile
 from deepinfer_engine.dist.mesh import LocalMesh
 from deepinfer_engine.dist.placement import Placement
+from deepinfer_engine.dist.starting import starting_placement
 from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.model.ced import CedModel
 from deepinfer_engine.model.draft import DraftModel
@@ -45,9 +46,9 @@ def load_model(
 ) -> LoadedModel:
     """Read the backbone, its hash memory and with ``draft`` the draft blocks; ``progress(done, total)`` counts bytes.
 
-    The placement puts every logical expert into at least one physical slot of the virtual ranks; draft experts have
-    one slot each. Engram tables are read into memory, or gathered from the file under
-    ``cache.engram_placement: mmap``. Raises ``ArtefactError`` when ``draft`` is asked for and not there.
+    The placement is that of ``starting_placement``; draft experts have one slot each. Engram tables are read into
+    memory, or gathered from the file under ``cache.engram_placement: mmap``. Raises ``ArtefactError`` when ``draft`` is
+    asked for and not there.
     """
     config = checkpoint.config
     if draft and "draft" not in checkpoint.groups_present:
@@ -55,12 +56,7 @@ def load_model(
             f"{checkpoint.directory}: holds no draft weights, which speculation needs",
             hint="--set spec.verify=off runs without them",
         )
-    placement = Placement.static(
-        config.num_hidden_layers,
-        config.n_routed_experts,
-        ranks=profile.parallel.ep,
-        redundant_per_rank=profile.parallel.redundant_experts_per_rank,
-    )
+    placement = starting_placement(checkpoint, profile)
     mapped = profile.cache.engram_placement == "mmap"
     groups = ("backbone", "engram", "draft") if draft else ("backbone", "engram")
     plan = plan_read(

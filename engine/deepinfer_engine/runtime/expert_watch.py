@@ -13,10 +13,13 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.eplb.record import Balance, BalanceMeter, LoadRecord
 from deepinfer_engine.eplb.stats import ExpertStats
 from deepinfer_engine.errors import UsageError
-from deepinfer_engine.runtime.expert_counts import CountRing
+from deepinfer_engine.runtime.expert_counts import DEVICE_CHUNK, CountRing
 
 #: most bytes of counts that a recording holds, as they stand in its file: 8,738 steps at 40 layers x 384 experts
 RECORD_BYTES = 1 << 30
+
+#: steps kept beyond a planning window: what runs on while the counts up to the trigger are on their way
+WINDOW_SLACK = 4 * DEVICE_CHUNK
 
 
 def recordable_steps(config: ModelConfig) -> int:
@@ -25,10 +28,15 @@ def recordable_steps(config: ModelConfig) -> int:
 
 
 class ExpertWatch:
-    """Counts of every step: gathered on the device, the newest ``keep`` steps and the balance of all on the host."""
+    """Counts of every step: gathered on the device, the newest ``keep`` steps and the balance of all on the host.
 
-    def __init__(self, config: ModelConfig, slot_LRS: np.ndarray, *, keep: int, device: str):
+    ``slot_LRS`` are the slots of the newest step launched, ``epoch`` those of the newest step run. ``recording``:
+    somebody wants the kept steps as a file.
+    """
+
+    def __init__(self, config: ModelConfig, slot_LRS: np.ndarray, *, keep: int, device: str, recording: bool = False):
         self.config = config
+        self.recording = recording
         self.slot_LRS = slot_LRS
         self.epoch = 0
         self.meter = BalanceMeter(slot_LRS, config.n_routed_experts)
@@ -55,7 +63,7 @@ class ExpertWatch:
         """The kept steps as statistics for ``eplb-plan``. Raises UsageError when no step ran."""
         if not self.record.kept:
             raise UsageError("no step has run, so there are no expert counts to record")
-        counts, tokens = self.record.newest()
+        counts, tokens = self.record.newest(recordable_steps(self.config))
         return ExpertStats(
             counts,
             tuple(range(self.config.num_hidden_layers)),

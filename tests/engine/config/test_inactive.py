@@ -10,13 +10,15 @@ from deepinfer_engine.config.schema import LABELS, leaves
 HONOURED = {
     "launch": ("hardware.platform", "hardware.gpus", "hardware.gpus_per_node", "hardware.hbm_gib"),
     "model.load": (
-        "parallel.ep", "parallel.redundant_experts_per_rank", "cache.engram_placement", "eplb.replica_choice",
+        "parallel.ep", "parallel.redundant_experts_per_rank", "cache.engram_placement", "eplb.plan_path",
+        "eplb.replica_choice",
     ),
     "engine": (
         "parallel.dp", "numerics.mode", "numerics.batch_invariant", "sched.max_rows_per_rank",
         "sched.prefill_chunk_tokens", "sched.max_context_tokens", "sched.step_budget_ms", "sched.overlap",
         "cache.hbm_tokens_per_rank", "kernels.backend", "kernels.overrides", "kernels.cache_dir",
         "grammar.workers", "grammar.timeout_s", "grammar.cache_mib",
+        "eplb.window_steps", "eplb.period_steps", "eplb.max_bytes_per_step",
     ),
     "cache.open_tiers": (
         "cache.prefix", "cache.host_gib_per_rank", "cache.swa_pool_gib_per_rank", "cache.swa_pool_ttl_s",
@@ -39,6 +41,6 @@ def test_every_key_is_honoured_or_listed_as_not_built():
 def test_a_speculation_key_without_speculation_is_named():
     from deepinfer_engine.config.inactive import inactive_features
 
-    sets = ["spec.mode=rejection", "spec.draft_tokens=3", "eplb.max_bytes_per_step=1"]
+    sets = ["spec.mode=rejection", "spec.draft_tokens=3"]
     keys = [i.key for i in inactive_features(load_profile("cpu-nano", sets).profile)]
-    assert keys == ["spec.mode", "spec.draft_tokens", "eplb.max_bytes_per_step"]
+    assert keys == ["spec.mode", "spec.draft_tokens"]
