@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
+from deepinfer_cli.rank_report import rank_rows
 from deepinfer_engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -120,11 +121,12 @@ def _bytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
 
 
-def experts_row(engine: Engine, balance: Balance | None) -> dict[str, Any] | None:
-    """Balance and rebalances in a JSON document."""
+def experts_row(engine: Engine, balance: Balance | None, *, explain: bool = False) -> dict[str, Any] | None:
+    """Balance and rebalances in a JSON document; with ``explain`` also what every rank did."""
     if balance is None:
-        return None
-    return {
+        return {"by_rank": rank_rows(engine, None)} if explain else None
+    detail = {"by_rank": rank_rows(engine, balance)} if explain else {}
+    return detail | {
         "ranks": balance.load_LR.shape[1],
         "steps": balance.steps,
         "tokens": balance.tokens,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
 from deepinfer_cli.announce import balance_text, closing_notes, experts_recorded
+from deepinfer_cli.rank_report import rank_report
 from deepinfer_engine.errors import Interrupted, PartialFailure, UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class BatchOptions:
     ordered: bool
     resume: bool
     record_experts: Path | None
+    explain: bool
     quiet: bool
 
 
@@ -85,6 +87,9 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
                     tally = run.run(items, meter.show)
                 balance = engine.balance(now=True)
             closing_notes(engine, quiet=options.quiet)
+            if options.explain:
+                meter.end()
+                render.panel("ranks", rank_report(engine, balance), quiet=options.quiet)
         except KeyboardInterrupt:
             meter.end()
             raise Interrupted(

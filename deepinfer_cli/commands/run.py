@@ -21,6 +21,7 @@ from deepinfer_cli.announce import (
     load_notes,
 )
 from deepinfer_cli.options import OutputFormat
+from deepinfer_cli.rank_report import rank_report
 from deepinfer_engine.errors import PartialFailure, UsageError
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def command(
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Requests: continue a run that was cut off.")] = False,
     record_experts: options.RecordExperts = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show at the end what every rank did: rows, tokens, expert load.")
+    ] = False,
     format: options.Format = OutputFormat.text,
     out: options.Out = None,
     quiet: options.Quiet = False,
@@ -95,7 +99,7 @@ def command(
       deepinfer run -f prompts.txt --format jsonl --out answers.jsonl
       deepinfer run -f requests.jsonl --out answers.jsonl --resume
       echo "What is 12+30?" | deepinfer run -
-      deepinfer run --profile decode-ep64 "What is 12+30?"
+      deepinfer run --profile decode-ep64 --explain "What is 12+30?"
       deepinfer run --profile decode-ep8 -f prompts.txt --record-experts stats.npz
       deepinfer run --json-schema person.json --no-thinking "Name and age of Ada?"
       deepinfer run --temperature 0.8 --seed 7 --set sched.max_rows_per_rank=4 "Tell me a number."
@@ -144,6 +148,7 @@ def command(
             ordered=not unordered,
             resume=resume,
             record_experts=record_experts,
+            explain=explain,
             quiet=quiet,
         )
         items = batch_run.read(batch)
@@ -179,7 +184,10 @@ def command(
         balance = engine.balance(now=True)
     closing_notes(engine, quiet=quiet)
     if not live:
-        render.deliver(_text(format, results, launch, loaded.digest, experts_row(engine, balance)), out)
+        experts = experts_row(engine, balance, explain=explain)
+        render.deliver(_text(format, results, launch, loaded.digest, experts), out)
+    if explain:
+        render.panel("ranks", rank_report(engine, balance), quiet=quiet)
     _summarise(results, balance, quiet=quiet)
 
 

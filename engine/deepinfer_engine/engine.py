@@ -58,6 +58,14 @@ class HostTimes:
     run_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
 
 
+@dataclass(frozen=True)
+class RankWork:
+    """By attention rank: tokens computed, and rows added up over all steps."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
 class Engine:
     """One model under one profile in this process. Not thread-safe: one caller drives ``step``.
 
@@ -90,6 +98,8 @@ class Engine:
         self._live: dict[str, set[int]] = {}
         self._flight: Flight | None = None
         self._launched = 0
+        self._rank_tokens = np.zeros(profile.parallel.dp, np.int64)
+        self._rank_rows = np.zeros(profile.parallel.dp, np.int64)
         self._rebalancer = self._make_rebalancer()
         self._grammars: GrammarService | None = None
         self._compiling: dict[int, Sequence] = {}
@@ -256,6 +266,11 @@ class Engine:
         return watch.stats(self.checkpoint.digest)
 
     @property
+    def rank_work(self) -> RankWork:
+        """What the attention ranks did so far."""
+        return RankWork(tuple(self._rank_tokens.tolist()), tuple(self._rank_rows.tolist()))
+
+    @property
     def rebalances(self) -> tuple[Rebalance, ...]:
         """What live rebalancing did so far, oldest first; complete after ``close``."""
         if self._rebalancer is None:
@@ -319,6 +334,9 @@ class Engine:
             if self._rebalancer is not None:
                 self._rebalancer.before_step(self._launched)
             self._launched += 1
+            dp_rank = [row.dp_rank for row in plan.rows]
+            np.add.at(self._rank_tokens, dp_rank, [row.count for row in plan.rows])
+            np.add.at(self._rank_rows, dp_rank, 1)
             flight = self.runner.forward(plan, self.scheduler.running, self._flight)
         if self._flight is not None:
             events += self._collect(self._flight)

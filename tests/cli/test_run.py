@@ -236,3 +236,51 @@ def test_recorded_experts_are_what_eplb_plan_reads(model: Path, tmp_path: Path, 
     assert experts["ranks"] == 4 and experts["moe_lb"] >= 1 and experts["moe_lb_step"] >= 1
     assert run(model, "ab", "--record-experts", tmp_path / "no" / "stats.npz") == 2
     assert run(model, "ab", "--record-experts", stats, "--out", stats) == 2
+
+
+def test_explain_shows_every_rank_and_the_uneven_layers(model: Path, capsys: pytest.CaptureFixture[str]):
+    mesh = ["--set", "parallel.ep=20", "--set", "parallel.dp=10", "--max-tokens", "4"]
+    assert run(model, "ab", "cd", "ef", "--explain", *mesh) == 0
+    err = capsys.readouterr().err
+    lines = [line.strip() for line in err[err.index("10 attention ranks") :].splitlines()]
+    assert [line.split(" |")[0] for line in lines if " | " in line] == ["0", "8", "0", "8", "16"]
+    cells = [cell for line in lines if " | " in line for cell in line.split(" | ")[1].split("  ")]
+    assert len(cells) == 30 and sum(c.strip() == "0 (0.0)" for c in cells) == 7, "three rows on ten ranks"
+    assert any(line.startswith("hottest") and "(layer " in line for line in lines)
+    assert "20 expert ranks of 1 slots" in err and "hottest rank" in err
+    assert run(model, "ab", "--explain", "--format", "json", *mesh) == 0
+    by_rank = json.loads(capsys.readouterr().out)["experts"]["by_rank"]
+    assert sum(by_rank["attention_tokens"]) > 3 and len(by_rank["expert_load"]) == 6
+    assert all(abs(sum(row) - 20) < 1e-3 for row in by_rank["expert_load"])
+    assert run(model, "ab", "--explain", "--max-tokens", "2") == 0
+    assert "1 attention rank:" in capsys.readouterr().err, "one rank has no expert ranks to compare"
+
+
+def test_a_plan_file_is_where_experts_start_and_another_models_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    mesh = ["--set", "parallel.ep=4", "--set", "parallel.redundant_experts_per_rank=1", "--max-tokens", "6"]
+    stats, plan = tmp_path / "stats.npz", tmp_path / "stats.plan.json"
+
+    def balance(*args: str) -> tuple[float, str]:
+        assert run(model, "ab", "cd", "xyz", "--format", "json", *mesh, *args) == 0
+        document = json.loads(capsys.readouterr().out)
+        return document["experts"]["moe_lb"], [row["content"] for row in document["results"]]
+
+    built_in, said = balance("--record-experts", str(stats))
+    assert main(["eplb-plan", str(stats), "--loop", "numpy", "--holdout", "0"]) == 0
+    capsys.readouterr()
+    planned, same = balance("--set", f"eplb.plan_path={plan}")
+    assert planned < built_in and same == said
+    values = json.loads(plan.read_text())
+    other = tmp_path / "other.json"
+    for change, words in (
+        ({"config_digest": "0" * 64}, "another model: its config digest is 000000000000"),
+        ({"weights_digest": "0" * 64}, "its weights digest"),
+        ({"slot_expert": "not slots"}, "slot_expert is a str"),
+    ):
+        other.write_text(json.dumps(values | change))
+        assert run(model, "ab", *mesh, "--set", f"eplb.plan_path={other}") == 4
+        assert words in capsys.readouterr().err
+    assert run(model, "ab", "--set", "parallel.ep=2", "--set", f"eplb.plan_path={plan}") == 4
+    assert "the profile has 2 ranks x 4 slots" in capsys.readouterr().err

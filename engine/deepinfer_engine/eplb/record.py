@@ -38,7 +38,7 @@ class Balance:
     """Balance of a span of steps. ``moe_lb`` and ``moe_lb_step`` are None when no step had a token.
 
     ``load_LR`` [L, R] is the load of each rank over its equal share, so 1.0 everywhere is perfect; a layer without
-    tokens has zeros.
+    tokens has zeros. ``moe_lb_L`` is the balance by layer, 0 for a layer without tokens.
     """
 
     steps: int
@@ -46,6 +46,7 @@ class Balance:
     moe_lb: float | None
     moe_lb_step: float | None
     load_LR: np.ndarray
+    moe_lb_L: np.ndarray
 
 
 def split_units(slot_LRS: np.ndarray, experts: int) -> np.ndarray:
@@ -116,11 +117,11 @@ class BalanceMeter:
             out=np.zeros(self._load_LR.shape),
             where=total_L[:, None] > 0,
         )
+        lb_L = np.where(known, self._peak_L * self._live / np.maximum(total_L, 1), 0.0)
         if not known.any():
-            return Balance(self._steps, self._tokens, None, None, share_LR)
-        lb = float(np.mean(self._peak_L[known] / total_L[known])) * self._live
+            return Balance(self._steps, self._tokens, None, None, share_LR, lb_L)
         step = float(np.mean(self._ratio_L[known] / self._busy_L[known]))
-        return Balance(self._steps, self._tokens, lb, step, share_LR)
+        return Balance(self._steps, self._tokens, float(lb_L[known].mean()), step, share_LR, lb_L)
 
 
 class LoadRecord:

@@ -92,7 +92,7 @@ class Rebalance:
     """
 
     step: int
-    outcome: Literal["planning", "moving", "moved", "kept", "refused", "failed"] = "planning"
+    outcome: Literal["planning", "moving", "moved", "kept", "refused", "failed", "unfinished"] = "planning"
     reason: str = ""
     predicted_before: float | None = None
     predicted_after: float | None = None
@@ -175,7 +175,7 @@ class Rebalancer:
         self._process.release()
         if self._state in ("collect", "plan", "move"):
             now = self.log[-1]
-            now.outcome, now.reason = "failed", f"the run ended while it was {now.outcome}"
+            now.outcome, now.reason = "unfinished", f"the run ended while it was {now.outcome}"
         self._state = "idle"
         self.observe()
 
