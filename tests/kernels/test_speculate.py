@@ -171,3 +171,39 @@ def test_a_row_is_judged_the_same_alone_and_among_others():
             first=torch.zeros(1, dtype=torch.int64), length=length[b : b + 1], **one,
         )  # fmt: skip
         assert torch.equal(alone[0], tokens[b]) and n[0] == accepted[b]
+
+
+def test_no_operation_waits_for_the_device():
+    """Tensors without data: whatever has to look at a value (item, nonzero, a boolean index) raises."""
+    rows, width, total, vocab = 4, 5, 20, 40
+    with torch.device("meta"):
+
+        def whole(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64)
+
+        filters = {
+            "temperature": torch.ones(rows), "top_k": whole(rows), "top_p": torch.ones(rows),
+            "min_p": torch.zeros(rows), "seed": whole(rows), "position": whole(rows),
+        }  # fmt: skip
+        conf = OPS.dspark_confidence(torch.zeros(rows, width), torch.ones(3, width), whole(rows))
+        length = OPS.dspark_split(conf, whole(rows), whole(rows), whole())
+        first, row, offset = OPS.verify_rows(length, total=total)
+        assert row.shape == offset.shape == (total,)
+        drafts, laws = whole(rows, width), torch.zeros(rows, width, vocab)
+        OPS.draft_sample(torch.zeros(rows, vocab), **filters, coupled=False)
+        logits = OPS.adjust_verify_logits(
+            torch.zeros(total, vocab), drafts=drafts, first=first, length=length, row=whole(7), token=whole(7),
+            count=torch.zeros(7), presence=torch.ones(rows), frequency=torch.ones(rows), repetition=torch.ones(rows),
+            bias_row=whole(2), bias_token=whole(2), bias=torch.ones(2), mask_row=whole(2),
+            mask=torch.zeros(2, width + 1, 2, dtype=torch.int32),
+        )  # fmt: skip
+        tokens, accepted = OPS.accept_rejection(
+            logits, drafts=drafts, draft_logprobs=laws, failed=whole(total), first=first, length=length, **filters
+        )
+        coupled, _ = OPS.accept_drawn(whole(total), drafts, first, length)
+        count, _, ended = OPS.truncate_emitted(tokens, accepted, stop=whole(rows, 2), room=whole(rows))
+        assert tokens.shape == coupled.shape == (rows, width + 1)
+        assert count.shape == ended.shape == accepted.shape == (rows,)
+        for look in (torch.Tensor.item, torch.Tensor.nonzero, lambda x: torch.zeros(1)[x > 0]):
+            with pytest.raises(RuntimeError):
+                look(whole(1))
