@@ -61,6 +61,11 @@ def label(column: str) -> str:
     return _KNOWN[column].label if column in _KNOWN else column.removeprefix("workload.")
 
 
+def short(column: str) -> str:
+    """A column as a legend names it: its words without the unit, or its last part."""
+    return _KNOWN[column].label.partition(",")[0] if column in _KNOWN else column.rsplit(".", 1)[-1]
+
+
 def higher_is_better(column: str) -> bool:
     """Direction of a metric; an unknown column that ends in a unit of time is better low."""
     known = _KNOWN.get(column)

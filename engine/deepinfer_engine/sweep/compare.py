@@ -15,7 +15,7 @@ from deepinfer_engine.errors import UsageError
 from deepinfer_engine.sweep import columns
 from deepinfer_engine.sweep.noise import Interval, interval, overall, ratio
 from deepinfer_engine.sweep.results import Recorded, Row
-from deepinfer_engine.sweep.series import usable
+from deepinfer_engine.sweep.series import shown, usable
 
 Verdict = Literal["better", "worse", "within noise", "noise unknown", "other cache share", "undefined"]
 #: Share of cached prompt tokens by which two cells may differ and still be one workload.
@@ -93,7 +93,7 @@ def _cells(side: Recorded, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Ro
 
 
 def _named(keys: Sequence[str], values: Sequence[tuple[str, Any]]) -> str:
-    return " ".join(f"{key}={value}" for key, (_, value) in zip(keys, values, strict=True)) or "the only cell"
+    return " ".join(f"{key}={shown(value)}" for key, (_, value) in zip(keys, values, strict=True)) or "the only cell"
 
 
 def _has(rows: Sequence[Row], metric: str) -> bool:

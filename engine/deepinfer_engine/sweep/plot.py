@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_engine.errors import NotReadyError
 from deepinfer_engine.sweep import columns
+from deepinfer_engine.sweep.grid import as_values, same
 from deepinfer_engine.sweep.recipe import Plot
+from deepinfer_engine.sweep.results import Row
 from deepinfer_engine.sweep.series import PER_GPU, PER_USER, VENDOR, Kind, Point, Series, Source, curves, front, gains
 from deepinfer_engine.sweep.vendor import vendor_rows
 
@@ -55,7 +57,7 @@ def draw(plot: Plot, sources: Sequence[Source], keys: Sequence[str]) -> Picture:
 
     ``keys`` are the swept keys.
     """
-    every = [*sources]
+    every = [Source(s.name, [row for row in s.rows if _wanted(row, plot.where or {})]) for s in sources]
     if plot.vendor is not None:
         every.append(Source(VENDOR, vendor_rows(plot.vendor)))
     if plot.kind == "pareto":
@@ -73,8 +75,12 @@ def draw(plot: Plot, sources: Sequence[Source], keys: Sequence[str]) -> Picture:
         return Picture(plot.name, plot.title, None, f"not drawn: no row has both {plot.x} and {plot.y}")
     figure, axes = _figure(1)
     _lines(axes[0], series)
-    _dress(axes[0], plot, columns.label(plot.x), y_label)
+    _dress(axes[0], plot, series, columns.label(plot.x), y_label)
     return Picture(plot.name, plot.title, _png(figure), _note(series))
+
+
+def _wanted(row: Row, rule: Mapping[str, Any]) -> bool:
+    return all(any(same(row.get(key), value) for value in as_values(wanted)) for key, wanted in rule.items())
 
 
 def _draw_pareto(plot: Plot, sources: Sequence[Source]) -> Picture:
@@ -91,7 +97,7 @@ def _draw_pareto(plot: Plot, sources: Sequence[Source]) -> Picture:
     figure, axes = _figure(len(panels))
     for ax, (series, label) in zip(axes, panels, strict=True):
         _lines(ax, series, pareto=True)
-        _dress(ax, plot, columns.label(PER_USER), label)
+        _dress(ax, plot, series, columns.label(PER_USER), label)
     notes = " ".join(_note(series) for series, _ in panels)
     return Picture(plot.name, plot.title, _png(figure), f"{notes} Lines join the points no other one beats.")
 
@@ -109,12 +115,16 @@ def _lines(ax: Axes, series: Sequence[Series], *, pareto: bool = False) -> None:
     for colour, one in zip(_cycle(), series, strict=False):
         style = _STYLE[one.kind] | {"color": colour}
         points = one.points
-        label = f"{one.label} ({_WORD[one.kind]})"
+        label = _legend(one)
         joined = front(points) if pareto else points
         rest = [p for p in points if p not in joined]
         _mark(ax, joined, style, label)
         if rest:  # dominated points stay visible, off the line
             _mark(ax, rest, style | {"linestyle": "none", "alpha": 0.45}, None)
+
+
+def _legend(series: Series) -> str:
+    return f"{series.label} ({_WORD[series.kind]})"
 
 
 def _mark(ax: Axes, points: Sequence[Point], style: dict[str, Any], label: str | None) -> None:
@@ -132,7 +142,7 @@ def _cycle() -> Iterator[str]:
         yield _COLOURS[i % len(_COLOURS)]
 
 
-def _dress(ax: Axes, plot: Plot, x: str, y: str) -> None:
+def _dress(ax: Axes, plot: Plot, series: Sequence[Series], x: str, y: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # pyright: ignore[reportMissingImports]
 
     plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}")
@@ -145,8 +155,9 @@ def _dress(ax: Axes, plot: Plot, x: str, y: str) -> None:
             axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)))
             axis.set_minor_formatter(NullFormatter())
         axis.set_major_formatter(plain)
-    if plot.y_scale == "linear":
-        ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    if plot.y_scale == "linear" and plot.kind != "gain":
+        # bars of few repeats may be many times the value: they leave the picture, the points must not shrink to a line
+        ax.set_ylim(0.0, min(ax.get_ylim()[1], 2 * max(p.y.mean for s in series for p in s.points)))
     if plot.x_scale == "linear":
         ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
     ax.set_title(plot.title, fontsize=11)
@@ -154,7 +165,16 @@ def _dress(ax: Axes, plot: Plot, x: str, y: str) -> None:
     ax.set_ylabel(y)
     ax.grid(True, which="major", alpha=0.3)
     # below the picture: no place inside is free on every run
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=8, frameon=False)
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    order = [label for s in series if (label := _legend(s)) in handles]
+    ax.legend(
+        [handles[label] for label in order],
+        order,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def _png(figure: Any) -> bytes:
@@ -172,4 +192,4 @@ def _note(series: Sequence[Series]) -> str:
         return f"Nothing here was measured.{left}"
     if min(counts) < 2:
         return f"Measured once per point: the noise is not known.{left}"
-    return f"Bars are 95 % intervals of {min(counts)} or more repeats.{left}"
+    return f"Bars are 95 % intervals of {min(counts)} or more repeats, cut off at twice the highest point.{left}"

@@ -57,6 +57,7 @@ class Plot(Section):
     over: Values | None = Field(default=None, description="swept key with the value that others are compared to (gain)")
     x_scale: Literal["linear", "log"] = Field(default="linear", description="scale of the horizontal axis")
     y_scale: Literal["linear", "log"] = Field(default="linear", description="scale of the vertical axis")
+    where: Values | None = Field(default=None, description="rows drawn: every key has (one of) its values")
     vendor: Literal["prefill-chunk", "decode", "decode-by-ep", "dspark"] | None = Field(
         default=None, description="vendor-read points drawn beside the rows"
     )

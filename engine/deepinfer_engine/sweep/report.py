@@ -9,7 +9,7 @@ from deepinfer_engine.config.strict_json import parse_json
 from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.sweep.page import page
 from deepinfer_engine.sweep.recipe import Plot
-from deepinfer_engine.sweep.results import FAILURES, Recorded, read_recorded, write_file
+from deepinfer_engine.sweep.results import FAILURES, Recorded, Row, read_recorded, write_file
 from deepinfer_engine.sweep.series import Source, usable
 from deepinfer_engine.sweep.table import Table, tabulate
 
@@ -26,7 +26,14 @@ def sources(paths: Sequence[Path]) -> tuple[Source, ...]:
                     f"{one.path}:{n}: kind is {row.get('kind')!r}, expected measured or simulated",
                     hint="give rows that bench or sweep wrote",
                 )
-    return tuple(Source(one.path.stem, one.rows) for one in found)
+    return tuple(Source(one.path.stem, [_named(row) for row in one.rows]) for one in found)
+
+
+def _named(row: Row) -> Row:
+    """A row of bench under the names that sweeps use; a row of a sweep as it is."""
+    if "concurrency" in row and "workload.arrivals.concurrency" not in row:
+        return row | {"workload.arrivals.concurrency": row["concurrency"]}
+    return row
 
 
 def table_of(recorded: Recorded) -> Table:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from deepinfer_engine.errors import ArtefactError
+from deepinfer_engine.sweep import columns
 from deepinfer_engine.sweep.noise import Interval, interval, ratio
 from deepinfer_engine.sweep.results import Row
 
@@ -57,19 +58,56 @@ def usable(row: Row) -> bool:
 
 def curves(sources: Iterable[Source], x: str, y: str, by: Sequence[str]) -> tuple[Series, ...]:
     """One series per source, kind, model, machine and value of ``by``; rows without x or y are left out."""
-    out: list[Series] = []
+    found: list[tuple[_Key, tuple[Point, ...]]] = []
     for source in sources:
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in source.rows:
-            if usable(row) and _number(row.get(x)) and _number(row.get(y)):
-                key = (_kind(row), row.get("model"), where(row), *(row.get(k) for k in by))
-                groups.setdefault(key, []).append(row)
-        for (kind, model, machine, *values), rows in groups.items():
-            named = [f"{short(k)} {shown(v)}" for k, v in zip(by, values, strict=True) if v is not None]
-            name = "" if kind == "vendor" else source.name  # the mark says it
-            parts = [name, f"{model}, {machine}", ", ".join(named)]
-            out.append(Series(": ".join(p for p in parts if p), kind, _points(rows, x, y)))
+        for key, rows in _grouped(source, x, y, by).items():
+            named = [f"{columns.short(k)} {shown(v)}" for k, v in zip(by, key.values, strict=True) if v is not None]
+            found.append((key._replace(values=(", ".join(named),)), _points(rows, x, y)))
+    return _named(found)
+
+
+class _Key(NamedTuple):
+    """What the rows of a series have in common."""
+
+    source: str
+    kind: Kind
+    model: Any
+    platform: str
+    hardware: Any
+    values: tuple[Any, ...]
+
+
+def _grouped(source: Source, x: str, y: str, by: Sequence[str]) -> dict[_Key, list[Row]]:
+    """Drawable rows of a source by what they have in common. A width on the x axis changes the count of GPUs along a
+    line; everywhere else another count is another machine."""
+    wide = x in ("parallel.ep", "parallel.dp", "hardware.gpus")
+    groups: dict[_Key, list[Row]] = {}
+    for row in source.rows:
+        if usable(row) and _number(row.get(x)) and _number(row.get(y)):
+            platform = str(row.get("platform") or row.get("hardware") or "machine not named")
+            machine = platform if wide else where(row, platform)
+            key = _Key(source.name, _kind(row), row.get("model"), machine, row.get("hardware"),
+                       tuple(row.get(k) for k in by))  # fmt: skip
+            groups.setdefault(key, []).append(row)
+    return groups
+
+
+def _named(found: Sequence[tuple[_Key, tuple[Point, ...]]]) -> tuple[Series, ...]:
+    """Series with labels that tell them apart, measured ones first; hardware is named where labels would be equal."""
+    labels = [_label(key, hardware=False) for key, _ in found]
+    out = [
+        Series(_label(key, hardware=True) if labels.count(label) > 1 else label, key.kind, points)
+        for (key, points), label in zip(found, labels, strict=True)
+        if points
+    ]
     return tuple(sorted(out, key=lambda s: KINDS.index(s.kind)))
+
+
+def _label(key: _Key, *, hardware: bool) -> str:
+    name = "" if key.kind == "vendor" else key.source  # the mark says it
+    machine = f"{key.platform} ({key.hardware})" if hardware and key.hardware else key.platform
+    told = ", ".join(str(part) for part in (key.model, machine) if part)
+    return ": ".join(part for part in (name, told, *key.values) if part)
 
 
 def gains(
@@ -80,23 +118,17 @@ def gains(
     ``over`` is one swept key with its base value; cells are matched by all other swept ``keys`` within one file.
     Published gains have a column of their own and need no base.
     """
-    ((key, base),) = over.items()
-    rest = [k for k in keys if k != key]
-    out: list[Series] = []
+    ((swept, base),) = over.items()
+    rest = [k for k in keys if k != swept]
+    found: list[tuple[_Key, tuple[Point, ...]]] = []
     for source in sources:
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in source.rows:
-            if usable(row) and _number(row.get(x)) and _number(row.get(y)):
-                groups.setdefault((_kind(row), row.get("model"), where(row), row.get(key)), []).append(row)
-        for (kind, model, machine, value), rows in groups.items():
-            against = groups.get((kind, model, machine, base), [])
-            if value == base or not against:
-                continue
-            points = _gain_points(rows, against, x, y, rest)
-            if points:
-                parts = [source.name, f"{model}, {machine}", f"{short(key)} {shown(value)} over {shown(base)}"]
-                out.append(Series(": ".join(p for p in parts if p), kind, points))
-    return tuple(sorted(out, key=lambda s: KINDS.index(s.kind)))
+        groups = _grouped(source, x, y, (swept,))
+        for key, rows in groups.items():
+            against = groups.get(key._replace(values=(base,)), [])
+            if key.values != (base,) and against:
+                told = f"{columns.short(swept)} {shown(key.values[0])} over {shown(base)}"
+                found.append((key._replace(values=(told,)), _gain_points(rows, against, x, y, rest)))
+    return _named(found)
 
 
 def _gain_points(rows: Sequence[Row], against: Sequence[Row], x: str, y: str, rest: Sequence[str]) -> tuple[Point, ...]:
@@ -125,8 +157,8 @@ def _by(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[
 def _points(rows: Sequence[Row], x: str, y: str) -> tuple[Point, ...]:
     """Repeats of a cell merged: mean x, interval of y."""
     cells: dict[Any, list[Row]] = {}
-    for i, row in enumerate(rows):
-        cells.setdefault(row.get("cell", f"row {i}"), []).append(row)
+    for row in rows:  # rows of bench have no cell: the same x is the same question
+        cells.setdefault(row.get("cell", f"at {row[x]}"), []).append(row)
     points = [
         Point(sum(float(r[x]) for r in found) / len(found), interval([float(r[y]) for r in found]), f"cell {cell}")
         for cell, found in cells.items()
@@ -146,16 +178,10 @@ def front(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(reversed(kept))
 
 
-def where(row: Row) -> str:
+def where(row: Row, platform: str) -> str:
     """The machine of a row in a few words: accelerators of its profile, or the processor."""
     gpus = row.get("gpus")
-    platform = row.get("platform") or "unknown platform"
-    return f"{gpus} x {platform}" if isinstance(gpus, int) and gpus else str(platform)
-
-
-def short(key: str) -> str:
-    """A column as a legend names it: without its section."""
-    return key.rsplit(".", 1)[-1]
+    return f"{gpus} x {platform}" if isinstance(gpus, int) and gpus else platform
 
 
 def shown(value: Any) -> str:

@@ -37,7 +37,9 @@ def tabulate(rows: Sequence[Row], keys: Sequence[str]) -> Table:
 def figure_text(value: Interval) -> str:
     """A mean with half its 95 % interval: ``702 ± 31``; ``702`` when measured once."""
     mean = _rounded(value.mean)
-    return mean if value.high is None else f"{mean} ± {_rounded(value.high - value.mean)}"
+    if value.high is None or value.high == value.mean:
+        return mean
+    return f"{mean} ± {_rounded(value.high - value.mean)}"
 
 
 def _rounded(number: float) -> str:

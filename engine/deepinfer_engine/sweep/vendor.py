@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Literal
 
 from deepinfer_engine.cost import published
+from deepinfer_engine.sim.models import RELEASE
 from deepinfer_engine.sweep import columns
 from deepinfer_engine.sweep.results import Row
 from deepinfer_engine.sweep.series import PER_GPU, PER_USER
 
 Which = Literal["prefill-chunk", "decode", "decode-by-ep", "dspark"]
 
-_MODEL = "V4.1-Flash"
+_MODEL = RELEASE
 
 
 def vendor_rows(which: Which) -> tuple[Row, ...]:
