@@ -168,14 +168,16 @@ def test_an_interrupted_sweep_exits_130_and_resumes(cli: Cli, monkeypatch: pytes
 
 
 def test_cells_that_fail_are_noted_and_exit_5(cli: Cli):
-    """32 rows per rank are simulated, 64 do not fit the profile: those cells fail, the others stay."""
+    """Up to 32 rows per rank fit the profile; the cells with 60, 128 and 256 fail, the others stay."""
     args = ("decode-concurrency", "--profile", "decode-ep64", "--set", "sched.max_rows_per_rank=32", "--simulate",
             "--no-plots", "--dir", "sim")  # fmt: skip
     assert cli(*args)[0] == 2
     code, _, err = cli(*args, "--resume", "--continue-on-error")
-    assert code == 5 and "1 cells failed" in err
-    (failure,) = [json.loads(line) for line in Path("sim/failures.jsonl").read_text().splitlines()]
-    assert failure["workload.arrivals.concurrency"] == 3840 and failure["exit_code"] == 2
+    assert code == 5 and "3 cells failed" in err
+    failures = [json.loads(line) for line in Path("sim/failures.jsonl").read_text().splitlines()]
+    assert [f["workload.arrivals.concurrency"] for f in failures] == [3840, 8192, 16384]
+    failure = failures[0]
+    assert failure["exit_code"] == 2
     assert "60 rows per rank" in failure["message"] and "not complete: partial" in Path("sim/index.html").read_text()
 
 

@@ -33,6 +33,8 @@ _STYLE: dict[Kind, dict[str, Any]] = {
 _WORD: dict[Kind, str] = {"measured": "measured", "simulated": "simulated", "vendor": "vendor reading"}
 #: More lines than this hide each other.
 _MOST_LINES = 14
+#: Labels of six digits fit beside each other up to here.
+_MOST_TICKS = 8
 _DPI = 120
 
 
@@ -143,18 +145,25 @@ def _cycle() -> Iterator[str]:
 
 
 def _dress(ax: Axes, plot: Plot, series: Sequence[Series], x: str, y: str) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # pyright: ignore[reportMissingImports]
+    from matplotlib import ticker  # pyright: ignore[reportMissingImports]
 
-    plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}")
+    plain = ticker.FuncFormatter(
+        lambda value, _: f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
+    )
     ax.set_xscale(plot.x_scale)
     ax.set_yscale(plot.y_scale)
+    xs = sorted({p.x for s in series if s.kind != "vendor" for p in s.points})
     for axis, scale in ((ax.xaxis, plot.x_scale), (ax.yaxis, plot.y_scale)):
         if scale == "log":
             low, high = axis.get_view_interval()
             # less than a decade needs ticks between 1, 2 and 5
-            axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)))
-            axis.set_minor_formatter(NullFormatter())
+            axis.set_major_locator(
+                ticker.LogLocator(base=10, subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7))
+            )
+            axis.set_minor_formatter(ticker.NullFormatter())
         axis.set_major_formatter(plain)
+    if plot.x_scale == "log" and plot.kind != "pareto" and len(xs) <= _MOST_TICKS:
+        ax.xaxis.set_major_locator(ticker.FixedLocator(xs))  # the swept values themselves
     if plot.y_scale == "linear" and plot.kind != "gain":
         # bars of few repeats may be many times the value: they leave the picture, the points must not shrink to a line
         ax.set_ylim(0.0, min(ax.get_ylim()[1], 2 * max(p.y.mean for s in series for p in s.points)))
