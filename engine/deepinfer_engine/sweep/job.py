@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,7 +99,7 @@ def manifest(job: Job, identity: Mapping[str, Any], command: Sequence[str]) -> d
         "name": job.sweep.name,
         "description": job.sweep.description,
         "state": "running",
-        "command": " ".join(command),
+        "command": shlex.join(_without_folder(command)),
         "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cells": len(job.tasks),
         "repeats": job.plan.repeats,
@@ -110,6 +111,17 @@ def manifest(job: Job, identity: Mapping[str, Any], command: Sequence[str]) -> d
         "grid": [dict(axis) for axis in job.plan.axes],
         "plots": [plot.model_dump(mode="json") for plot in job.sweep.plots],
     }
+
+
+def _without_folder(command: Sequence[str]) -> list[str]:
+    """The command line without where its results went: a folder may be moved, and its path says nothing about it."""
+    out: list[str] = []
+    skip = False
+    for word in command:
+        if not skip and word != "--dir" and not word.startswith("--dir="):
+            out.append(word)
+        skip = word == "--dir"
+    return out
 
 
 def row_origin(job: Job, manifest: Mapping[str, Any]) -> dict[str, Any]:

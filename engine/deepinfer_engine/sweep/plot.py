@@ -144,26 +144,31 @@ def _cycle() -> Iterator[str]:
         yield _COLOURS[i % len(_COLOURS)]
 
 
-def _dress(ax: Axes, plot: Plot, series: Sequence[Series], x: str, y: str) -> None:
+def _scale(ax: Axes, plot: Plot, series: Sequence[Series]) -> None:
+    """Scales of both axes and ticks with plain numbers."""
     from matplotlib import ticker  # pyright: ignore[reportMissingImports]
 
-    plain = ticker.FuncFormatter(
-        lambda value, _: f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
-    )
     ax.set_xscale(plot.x_scale)
     ax.set_yscale(plot.y_scale)
-    xs = sorted({p.x for s in series if s.kind != "vendor" for p in s.points})
     for axis, scale in ((ax.xaxis, plot.x_scale), (ax.yaxis, plot.y_scale)):
         if scale == "log":
             low, high = axis.get_view_interval()
-            # less than a decade needs ticks between 1, 2 and 5
-            axis.set_major_locator(
-                ticker.LogLocator(base=10, subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7))
-            )
+            between = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)  # less than a decade needs more ticks
+            axis.set_major_locator(ticker.LogLocator(base=10, subs=between))
             axis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_major_formatter(plain)
+        axis.set_major_formatter(ticker.FuncFormatter(_plain))
+    xs = sorted({p.x for s in series if s.kind != "vendor" for p in s.points})
     if plot.x_scale == "log" and plot.kind != "pareto" and len(xs) <= _MOST_TICKS:
         ax.xaxis.set_major_locator(ticker.FixedLocator(xs))  # the swept values themselves
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:g}"
+
+
+def _dress(ax: Axes, plot: Plot, series: Sequence[Series], x: str, y: str) -> None:
+    """Axes, title and legend around the drawn series."""
+    _scale(ax, plot, series)
     if plot.y_scale == "linear" and plot.kind != "gain":
         # bars of few repeats may be many times the value: they leave the picture, the points must not shrink to a line
         ax.set_ylim(0.0, min(ax.get_ylim()[1], 2 * max(p.y.mean for s in series for p in s.points)))

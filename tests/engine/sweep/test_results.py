@@ -52,7 +52,11 @@ def job(tmp_path):
 
 
 def about(job, **changes):
-    return manifest(job, identity(job, {"name": "cpu"}, "abc") | changes, ["deepinfer", "sweep"])
+    return manifest(
+        job,
+        identity(job, {"name": "cpu"}, "abc") | changes,
+        ["deepinfer", "sweep", "a b.yaml", "--dir", "here", "-q", "--dir=x"],
+    )
 
 
 def go(job, path: Path, measure, *, resume=False, keep_going=False, **changes):
@@ -80,6 +84,7 @@ def test_rows_table_requests_and_manifest_agree(job, tmp_path):
     assert table[0]["workload.arrivals.concurrency"] == "1" and table[0]["undefined"] == ""
     assert sorted(p.name for p in (path / "requests").iterdir()) == sorted(f"{c:03d}-{r}.jsonl" for c, r in ALL)
     about_it = json.loads((path / "manifest.json").read_text())
+    assert about_it["command"] == "deepinfer sweep 'a b.yaml' -q"
     assert (about_it["rows"], about_it["state"], about_it["keys"]) == (6, "complete", ["workload.arrivals.concurrency"])
 
 
