@@ -11,8 +11,10 @@ import pytest
 
 from deepinfer_engine.errors import ArtefactError, CapacityError, UsageError
 from deepinfer_engine.sweep.job import identity, manifest, open_job
+from deepinfer_engine.sweep.report import sources
 from deepinfer_engine.sweep.results import Folder, read_recorded
 from deepinfer_engine.sweep.run import Measurement, run
+from deepinfer_engine.sweep.series import curves
 
 RECIPE = """\
 schema_version: 1
@@ -51,12 +53,11 @@ def job(tmp_path):
     return open_job(str(path), profile="cpu-nano", sets=(), model=None, simulate=False, repeats=None)
 
 
+COMMAND = ["deepinfer", "sweep", "a b.yaml", "--dir", "here", "-q", "--dir=x"]
+
+
 def about(job, **changes):
-    return manifest(
-        job,
-        identity(job, {"name": "cpu"}, "abc") | changes,
-        ["deepinfer", "sweep", "a b.yaml", "--dir", "here", "-q", "--dir=x"],
-    )
+    return manifest(job, identity(job, {"name": "cpu"}, "abc") | changes, COMMAND)
 
 
 def go(job, path: Path, measure, *, resume=False, keep_going=False, **changes):
@@ -181,3 +182,14 @@ def test_damaged_rows_are_refused_with_their_line(job, tmp_path, line, expected)
         stream.write(line + "\n")
     with pytest.raises(ArtefactError, match=expected):
         read_recorded(path)
+
+
+def test_rows_of_bench_are_drawn_under_the_names_of_a_sweep_and_guesses_refused(tmp_path):
+    path = tmp_path / "h200.jsonl"
+    path.write_text('{"kind": "measured", "concurrency": 8, "hardware": "H200", "gpus": 1, "output_tok_s": 5.0}\n')
+    (source,) = sources([path])
+    (series,) = curves([source], "workload.arrivals.concurrency", "output_tok_s", ())
+    assert series.label == "h200: 1 x H200" and [(p.x, p.y.mean) for p in series.points] == [(8.0, 5.0)]
+    path.write_text('{"kind": "vendor", "output_tok_s": 5.0}\n')
+    with pytest.raises(ArtefactError, match="kind is 'vendor', expected measured or simulated"):
+        sources([path])
