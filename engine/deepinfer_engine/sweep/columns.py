@@ -41,6 +41,7 @@ _KNOWN: dict[str, Column] = {
     "sched.max_rows_per_rank": Column("most rows per rank"),
     "parallel.ep": Column("expert-parallel ranks"),
     "spec.verify": Column("verification"),
+    "sched.overlap": Column("overlapped scheduling"),
     "cache.prefix": Column("prefix cache"),
     "workload.arrivals.concurrency": Column("requests in flight"),
     "workload.load.input_tokens": Column("prompt, tokens"),

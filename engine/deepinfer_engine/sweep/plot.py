@@ -35,6 +35,8 @@ _WORD: dict[Kind, str] = {"measured": "measured", "simulated": "simulated", "ven
 _MOST_LINES = 14
 #: Labels of six digits fit beside each other up to here.
 _MOST_TICKS = 8
+#: Values this far apart (another machine, another model) cannot be read off one linear axis.
+_MOST_SPAN = 50
 _DPI = 120
 
 
@@ -162,12 +164,21 @@ def _scale(ax: Axes, plot: Plot, series: Sequence[Series]) -> None:
         ax.xaxis.set_major_locator(ticker.FixedLocator(xs))  # the swept values themselves
 
 
+def _fitting(plot: Plot, series: Sequence[Series]) -> Plot:
+    """The plot with a logarithmic vertical axis where a linear one would press a series flat."""
+    means = [p.y.mean for s in series for p in s.points]
+    if plot.kind != "gain" and min(means) > 0 and max(means) > _MOST_SPAN * min(means):
+        return plot.model_copy(update={"y_scale": "log"})
+    return plot
+
+
 def _plain(value: float, _: int) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:g}"
 
 
 def _dress(ax: Axes, plot: Plot, series: Sequence[Series], x: str, y: str) -> None:
     """Axes, title and legend around the drawn series."""
+    plot = _fitting(plot, series)
     _scale(ax, plot, series)
     if plot.y_scale == "linear" and plot.kind != "gain":
         # bars of few repeats may be many times the value: they leave the picture, the points must not shrink to a line

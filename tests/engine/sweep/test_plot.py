@@ -80,6 +80,14 @@ def test_a_wide_interval_leaves_the_picture_instead_of_flattening_it(drawn):
     assert drawn[0].get_ylim() == (0.0, 2 * 455.0)
 
 
+def test_a_far_faster_machine_makes_the_axis_logarithmic_instead_of_flattening_the_other(drawn):
+    fast = Source("fast", [row(1, output_tok_s=5000.0), row(2, output_tok_s=6000.0)])
+    plot = Plot(name="a", title="A", x="x", y="output_tok_s")
+    pictures.draw(plot, [SOURCES[0]], ("x",))
+    pictures.draw(plot, [SOURCES[0], fast], ("x",))
+    assert [axes.get_yscale() for axes in drawn] == ["linear", "log"]
+
+
 def test_the_same_rows_give_the_same_bytes():
     plot = Plot(name="a", title="A", x="x", y="output_tok_s")
     assert pictures.draw(plot, SOURCES, ("x",)).png == pictures.draw(plot, SOURCES, ("x",)).png
