@@ -9,27 +9,29 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.open_tiers import open_tiers
-from deepinfer_engine.cache.replay import ReplayShape
-from deepinfer_engine.cache.state import KVState
-from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
+from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.config.resources import model_dir as embedded_dir
 from deepinfer_engine.config.schema import Profile
-from deepinfer_engine.dist.mesh import LocalMesh
+from deepinfer_engine.dist.mesh import Mesh
+from deepinfer_engine.dist.placement import Placement
+from deepinfer_engine.dist.rendezvous import World
+from deepinfer_engine.dist.share import Share
 from deepinfer_engine.eplb.record import Balance
 from deepinfer_engine.eplb.stats import ExpertStats
-from deepinfer_engine.errors import NotReadyError, UsageError
+from deepinfer_engine.errors import UsageError
 from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
-from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.expert_mover import ExpertMover
 from deepinfer_engine.runtime.expert_watch import WINDOW_SLACK, ExpertWatch, recordable_steps
+from deepinfer_engine.runtime.host import Capacity, host_runner, replay_shape
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
+from deepinfer_engine.runtime.leader import lead_runner
 from deepinfer_engine.runtime.rebalance import Rebalance, Rebalancer, RebalanceSettings
 from deepinfer_engine.runtime.runner import Flight, Runner
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
@@ -40,7 +42,6 @@ from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, Sequence, StepPlan, Timing, TokenEvent, TokenLogprob, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
-from deepinfer_kernels.registry import KernelError, Ops, resolve
 
 #: steps whose host times are kept
 _KEPT_STEPS = 4096
@@ -82,6 +83,7 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         shards: tuple[ShardReport, ...],
+        world: World | None = None,
     ):
         self.profile = profile
         self.checkpoint = checkpoint
@@ -89,6 +91,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.shards = shards
+        self.world = world
         self.overlap = profile.sched.overlap
         self.times = HostTimes()
         self.steps = 0
@@ -116,12 +119,16 @@ class Engine:
         device: str | None = None,
         progress: Callable[[int, int], None] | None = None,
         record_experts: bool = False,
+        placement: Placement | None = None,
+        world: World | None = None,
     ) -> Engine:
         """Validate and load a model under a profile (a name, a path or a loaded one) with ``sets`` overrides.
 
         ``model`` None is the embedded one. Without ``device`` the profile is fitted to this machine first, as
         ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
-        ``record_experts`` keeps every step's expert counts for ``expert_stats``.
+        ``record_experts`` keeps every step's expert counts for ``expert_stats``. ``placement``: where experts
+        live at start, if not where the profile says. ``world``: further processes that share the mesh; the engine
+        ends them when it closes.
         Raises ``ProfileError`` (2), ``CheckpointError`` (4) or ``NotReadyError`` (3).
         """
         if not isinstance(profile, Profile):
@@ -137,22 +144,24 @@ class Engine:
             check_device(profile, device)
         tokenizer = Tokenizer.from_dir(checkpoint.directory)
         config = checkpoint.config
-        ops = _resolve_ops(profile)
-        loaded = load_model(checkpoint, tokenizer, ops, profile, device=device, progress=progress)
         limits = _limits(profile, config)
-        kv = KVState(
-            KVLayout.of(config, records=ops.numerics.records),
-            ops,
-            slots=limits.dp * limits.rows,
-            blocks=limits.dp * limits.blocks,
-            device=device,
-        )
         lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
-        shape = ReplayShape.of(config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
-        tiers = open_tiers(profile, shape, checkpoint, kv.layout) if profile.cache.prefix else None
-        watch = _watch(profile, config, loaded.mesh, device, recording=record_experts)
-        runner = Runner(loaded.model, kv, ops, loaded.mesh, device, lane, kept=shape.snapshot_layers, watch=watch)
-        return cls(profile, checkpoint, tokenizer, runner, Scheduler(limits, shape, tiers), loaded.shards)
+        with ExitStack() as undo:  # processes that were started end with a load that fails
+            if world is None:
+                share = Share(profile.parallel.ep, profile.parallel.dp)
+                host = partial(host_runner, share=share)
+            else:
+                undo.callback(world.close)
+                host = partial(lead_runner, world=world)
+            runner, shards = host(
+                profile, checkpoint, tokenizer, lane, device=device, placement=placement, progress=progress
+            )
+            shape = replay_shape(profile, checkpoint)
+            tiers = open_tiers(profile, shape, checkpoint, runner.kv.layout) if profile.cache.prefix else None
+            runner.watch = _watch(profile, config, runner.mesh, device, recording=record_experts)
+            engine = cls(profile, checkpoint, tokenizer, runner, Scheduler(limits, shape, tiers), shards, world)
+            undo.pop_all()
+        return engine
 
     @property
     def config(self) -> ModelConfig:
@@ -230,6 +239,8 @@ class Engine:
     def close(self) -> None:
         """Abort everything in flight and let the lane end."""
         with ExitStack() as last:  # in reverse order, each of them whatever the others raise
+            if self.world is not None:
+                last.callback(self.world.close)
             last.callback(self.scheduler.reuse.close)
             if self._grammars is not None:
                 last.callback(self._grammars.close)
@@ -280,7 +291,7 @@ class Engine:
 
     def _make_rebalancer(self) -> Rebalancer | None:
         runner, eplb = self.runner, self.profile.eplb
-        if self.profile.ranks == 1 or not eplb.period_steps:
+        if self.profile.ranks == 1 or not eplb.period_steps or self.world is not None:
             return None
         assert runner.watch is not None
         settings = RebalanceSettings(
@@ -397,7 +408,7 @@ class Engine:
     def _masks(self, flight: Flight) -> dict[int, np.ndarray]:
         """Masks of the constrained rows that are about to be drawn."""
         masks = {}
-        for uid in flight.sampled:
+        for uid in (row.seq_id for row in flight.plan.rows if row.sample):
             if uid in self.scheduler.running and (words := self._tracks[uid].mask(self._thoughts)) is not None:
                 masks[uid] = words
         return masks
@@ -452,7 +463,7 @@ class Engine:
         live.discard(seq.uid)
         if not live:
             del self._live[request.id]
-        self.runner.sampler.forget(seq.uid)
+        self.runner.forget(seq.uid)
         track = self._tracks.pop(seq.uid)
         track.finish()  # an abort keeps what was held back
         seeded = request.sampling.temperature == 0 or request.sampling.seed is not None
@@ -479,9 +490,7 @@ class Engine:
         )
 
 
-def _watch(
-    profile: Profile, config: ModelConfig, mesh: LocalMesh, device: str, *, recording: bool
-) -> ExpertWatch | None:
+def _watch(profile: Profile, config: ModelConfig, mesh: Mesh, device: str, *, recording: bool) -> ExpertWatch | None:
     """Counts are kept for a file or for planning, and their balance wherever there is more than one rank."""
     if not recording and profile.ranks == 1:
         return None
@@ -512,37 +521,14 @@ def _check_ids(request: Request, config: ModelConfig) -> None:
             raise UsageError(f"request {request.id!r}: {name} names token {bad[0]}, the vocabulary is 0..{last}")
 
 
-def _resolve_ops(profile: Profile) -> Ops:
-    backends = dict(profile.kernels.overrides)
-    try:
-        return resolve(
-            profile.numerics.mode,
-            profile.hardware.platform,
-            backends,
-            backend=profile.kernels.backend,
-            batch_invariant=profile.numerics.batch_invariant,
-            cache=None if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir),
-        )
-    except KernelError as exc:
-        if profile.numerics.batch_invariant:
-            raise NotReadyError(
-                f"numerics.batch_invariant: {exc}", hint="numerics.mode float and fast have invariant operations"
-            ) from None
-        raise NotReadyError(str(exc), hint="deepinfer doctor shows what each operation needs") from None
-    except KeyError as exc:
-        raise UsageError(f"kernels.overrides: {exc.args[0]}") from None
-
-
 def _limits(profile: Profile, config: ModelConfig) -> Limits:
-    sched = profile.sched
-    context = sched.max_context_tokens  # checked against the model's positions before
-    tokens = profile.cache.hbm_tokens_per_rank or sched.max_rows_per_rank * context
+    sched, capacity = profile.sched, Capacity.of(profile)
     return Limits(
         dp=profile.parallel.dp,
-        rows=sched.max_rows_per_rank,
-        blocks=-(-tokens // BLOCK_TOKENS),
+        rows=capacity.rows,
+        blocks=capacity.blocks,
         chunk_tokens=sched.prefill_chunk_tokens,
-        context_tokens=context,
+        context_tokens=sched.max_context_tokens,
         eos_token_id=config.eos_token_id,
         step_budget_ms=sched.step_budget_ms,
     )

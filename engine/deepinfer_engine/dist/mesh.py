@@ -40,11 +40,14 @@ class Mesh(Protocol):
 
     ``table`` is read once per layer of a step; ``switch`` replaces it and must be called between two steps, on every
     rank between the same two. ``local_slots`` are the physical slots whose weights this process holds: physical slot p
-    is entry p − local_slots.start of its expert stacks.
+    is entry p − local_slots.start of its expert stacks. ``total`` sums an integer tensor over all processes.
     """
 
     @property
     def table(self) -> SlotTable: ...
+
+    @property
+    def placement(self) -> Placement: ...
 
     @property
     def local_slots(self) -> range: ...
@@ -56,6 +59,8 @@ class Mesh(Protocol):
     ) -> Dispatched: ...
 
     def combine(self, ops: Any, y: Tensor, sent: Dispatched, shared: Tensor) -> Tensor: ...
+
+    def total(self, value: Tensor) -> Tensor: ...
 
 
 class LocalMesh:
@@ -92,6 +97,10 @@ class LocalMesh:
     def combine(self, ops: Any, y: Tensor, sent: Dispatched, shared: Tensor) -> Tensor:
         """Expert rows y [M, H] back to their tokens, plus the shared expert's [T, H]."""
         return ops.moe_combine(y, sent.order, shared, sent.choices)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The value itself: there is no other process."""
+        return value
 
 
 def check_same_storage(old: SlotTable, new: SlotTable) -> None:

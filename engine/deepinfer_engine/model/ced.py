@@ -7,7 +7,7 @@ hyper-connections whose collapse uses the *previous* sublayer's pre-mix. Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.model.attention import attention, write_kv
 from deepinfer_engine.model.engram import EngramHasher, EngramSource, inject
 from deepinfer_engine.model.step import Phase, Step, frequency_tables
-from deepinfer_engine.model.sublayers import mixes, route, run_experts
+from deepinfer_engine.model.sublayers import experts_of, mixes, route, run_experts
 from deepinfer_engine.model.weights import Layer, ModelWeights
 from deepinfer_engine.runtime.batch import Batch
 
@@ -57,18 +57,47 @@ class CedModel:
         self.frequencies = frequency_tables(config, device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Probe | None = None) -> Out:
+    def forward(
+        self, batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Probe | None = None, *, past_cut: bool = False
+    ) -> Out:
         """Run the batch through every layer, writing its KV.
 
-        Tokens outside ``batch.tail_T`` stop after the cut layer's KV writes. Raises nothing of its own.
+        Tokens outside ``batch.tail_T`` stop after the cut layer's KV writes. ``past_cut``: another process has tokens
+        that go on, so that this one's experts are needed above the cut in any case. Raises nothing of its own.
         """
         step = self.begin(batch, kv, ops, mesh, probe)
         X, pre = self.embed(step)
         for layer in self.weights.layers:
             if layer.plan.layer == self.config.cut and step.ends_at_cut:
-                return self.end_at_cut(layer, X, pre, step)
+                out = self.end_at_cut(layer, X, pre, step)
+                if past_cut:
+                    self._serve(self.weights.layers[self.config.cut :], ops, mesh)
+                return self._counted(out, mesh)
             X, pre = self.run_layer(layer, X, pre, step)
-        return self.finish(X, pre, step)
+        return self._counted(self.finish(X, pre, step), mesh)
+
+    @torch.inference_mode()
+    def idle(self, ops: Any, mesh: Any, *, past_cut: bool) -> Out:
+        """A step without rows of this process: its experts serve the others, up to the cut or in all layers."""
+        layers = self.weights.layers
+        self._serve(layers if past_cut else layers[: self.config.cut], ops, mesh)
+        load_LE = self.weights.embed.new_zeros(
+            (self.config.num_hidden_layers, self.config.n_routed_experts), dtype=torch.int64
+        )
+        return self._counted(self._no_rows(load_LE, torch.float32), mesh)
+
+    def _serve(self, layers: tuple[Layer, ...], ops: Any, mesh: Any) -> None:
+        """Take part in the exchanges of ``layers`` with no token of this process."""
+        c, device = self.config, self.weights.embed.device
+        x = ops.embed(torch.zeros(0, dtype=torch.int64, device=device), self.weights.embed)
+        ids = torch.zeros((0, c.num_experts_per_tok), dtype=torch.int64, device=device)
+        for layer in layers:
+            sent = mesh.dispatch(ops, layer.plan.layer, x, ids, ids.float(), ids[:, 0])
+            mesh.combine(ops, experts_of(c, ops, layer.ffn, sent), sent, x)
+
+    def _counted(self, out: Out, mesh: Any) -> Out:
+        """The result with the loads of all processes."""
+        return replace(out, load_LE=mesh.total(out.load_LE))
 
     def begin(self, batch: Batch, kv: Any, ops: Any, mesh: Any, probe: Probe | None = None) -> Step:
         """Geometry of a step, and the hash ids of every Engram layer (they depend on token ids alone)."""
@@ -133,9 +162,13 @@ class CedModel:
         write_kv(c, layer, ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps), step)
         load_LE = X.new_zeros((c.num_hidden_layers, c.n_routed_experts), dtype=torch.int64)
         load_LE[: len(step.loads)] = torch.stack(step.loads)
-        none = X.new_zeros((0, c.hidden_size))
-        taps = X.new_zeros((0, len(c.dspark_target_layer_ids), c.hidden_size))
-        return Out(X.new_zeros((0, c.vocab_size), dtype=torch.float32), none, taps, load_LE)
+        return self._no_rows(load_LE, X.dtype)
+
+    def _no_rows(self, load_LE: Tensor, dtype: torch.dtype) -> Out:
+        c = self.config
+        none = load_LE.new_zeros((0, c.hidden_size), dtype=dtype)
+        taps = none.new_zeros((0, len(c.dspark_target_layer_ids), c.hidden_size))
+        return Out(none.new_zeros((0, c.vocab_size), dtype=torch.float32), none, taps, load_LE)
 
     def _moe(self, layer: Layer, x: Tensor, phase: Phase, step: Step) -> Tensor:
         c, ops, ffn = self.config, step.ops, layer.ffn

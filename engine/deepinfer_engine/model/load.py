@@ -8,8 +8,9 @@ from typing import Any
 
 from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.schema import Profile
-from deepinfer_engine.dist.mesh import LocalMesh
+from deepinfer_engine.dist.mesh import LocalMesh, Mesh
 from deepinfer_engine.dist.placement import Placement
+from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.starting import starting_placement
 from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.model.ced import CedModel
@@ -29,7 +30,7 @@ class LoadedModel:
     """The model, the mesh its experts live on, how fast each shard was read, and the draft blocks if asked for."""
 
     model: CedModel
-    mesh: LocalMesh
+    mesh: Mesh
     shards: tuple[ShardReport, ...]
     draft: DraftModel | None = None
 
@@ -43,12 +44,16 @@ def load_model(
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
     draft: bool = False,
+    placement: Placement | None = None,
+    share: Share | None = None,
+    connect: Callable[[Placement], Mesh] | None = None,
 ) -> LoadedModel:
     """Read the backbone, its hash memory and with ``draft`` the draft blocks; ``progress(done, total)`` counts bytes.
 
-    The placement is that of ``starting_placement``; draft experts have one slot each. Engram tables are read into
-    memory, or gathered from the file under ``cache.engram_placement: mmap``. Raises ``ArtefactError`` when ``draft`` is
-    asked for and not there.
+    ``placement``: by default that of ``starting_placement``; draft experts have one slot each. Of several processes
+    each reads the experts of its ``share`` only, and all draft experts, and ``connect`` makes the mesh between them.
+    Engram tables are read into memory, or gathered from the file under ``cache.engram_placement: mmap``. Raises
+    ``ArtefactError`` when ``draft`` is asked for and not there.
     """
     config = checkpoint.config
     if draft and "draft" not in checkpoint.groups_present:
@@ -56,12 +61,15 @@ def load_model(
             f"{checkpoint.directory}: holds no draft weights, which speculation needs",
             hint="--set spec.verify=off runs without them",
         )
-    placement = starting_placement(checkpoint, profile)
+    if placement is None:
+        placement = starting_placement(checkpoint, profile)
+    placement.check(config.n_routed_experts)
+    slots = placement.slot_expert if share is None else placement.of_ranks(share.ranks)
     mapped = profile.cache.engram_placement == "mmap"
     groups = ("backbone", "engram", "draft") if draft else ("backbone", "engram")
     plan = plan_read(
         checkpoint,
-        slots=placement.slot_expert.tolist(),
+        slots=slots.tolist(),
         groups=groups,
         engram="mmap" if mapped else "whole",
         fuse=False,
@@ -86,7 +94,10 @@ def load_model(
         )
     weights = load_weights(reader, config)
     model = CedModel(config, weights, sources, check_classes(config, tokenizer), device)
-    mesh = LocalMesh(placement, config.n_routed_experts, device, choice=profile.eplb.replica_choice)
+    if connect is None:
+        mesh = LocalMesh(placement, config.n_routed_experts, device, choice=profile.eplb.replica_choice)
+    else:
+        mesh = connect(placement)
     return LoadedModel(model, mesh, loaded.shards, _draft_model(reader, config, weights, device) if draft else None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from deepinfer_engine.config.model import ModelConfig
+from deepinfer_engine.dist.mesh import Dispatched
 from deepinfer_engine.model.weights import Hyper, MoE
 
 
@@ -43,6 +44,13 @@ def run_experts(
 ) -> Tensor:
     """Routed and shared experts [T, H] for x [T, H]; ``place``: its row of the placement, key [T]: of replicas."""
     sent = mesh.dispatch(ops, place, x, *chosen, key)
-    y = ops.moe_experts(sent.rows, sent.counts, ffn.bank, sent.weight, config.swiglu_limit)
+    y = experts_of(config, ops, ffn, sent)
     shared = ops.shared_expert(x, ffn.shared_w1, ffn.shared_w3, ffn.shared_w2, config.swiglu_limit)
     return mesh.combine(ops, y, sent, shared)
+
+
+def experts_of(config: ModelConfig, ops: Any, ffn: MoE, sent: Dispatched) -> Tensor:
+    """Expert outputs [M, H] of the rows that came to this process; there may be none."""
+    if not sent.rows.shape[0]:
+        return sent.rows
+    return ops.moe_experts(sent.rows, sent.counts, ffn.bank, sent.weight, config.swiglu_limit)

@@ -8,7 +8,7 @@ before ``collect``: ids that are not known yet are taken on the device from the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,9 +39,17 @@ class StepOutput:
     moved: list[tuple[Move, bytes]]
 
 
+@dataclass(frozen=True)
+class Joint:
+    """A step over several processes: ``tokens`` of all of them, and whether any goes on past the cut."""
+
+    tokens: int
+    past_cut: bool
+
+
 @dataclass
 class Flight:
-    """A step between launch and collection. ``sampled``: sequence id → row of the logits."""
+    """A step between launch and collection. ``sampled``: sequence id → row of this process's logits."""
 
     plan: StepPlan
     sampled: dict[int, int]
@@ -83,9 +91,21 @@ class Runner:
         self.device = device
         self.lane = lane
         self.sampler = Sampler(ops, model.config.vocab_size, device)
+        #: what may be asked of every process between two steps, by name; runs on the lane
+        self.commands: dict[str, Callable[[Any], Any]] = {}
 
-    def forward(self, plan: StepPlan, sequences: Mapping[int, Sequence], previous: Flight | None) -> Flight:
-        """Launch the model over every planned row. ``previous``: the step in flight that draws the missing ids."""
+    def forward(
+        self,
+        plan: StepPlan,
+        sequences: Mapping[int, Sequence],
+        previous: Flight | None,
+        *,
+        joint: Joint | None = None,
+    ) -> Flight:
+        """Launch the model over every planned row. ``previous``: the step in flight that draws the missing ids.
+
+        ``joint``: the step runs on several processes, and this one may have no rows.
+        """
         began = time.perf_counter()
         rows: list[RowInput] = []
         sampled: dict[int, int] = {}
@@ -114,20 +134,25 @@ class Runner:
             if row.sample:
                 sampled[row.seq_id] = len(sampled)
             first += row.count
-        batch = build_batch(rows, self.kv.layout, ngram=self.model.config.engram_max_ngram_size, device=self.device)
+        ngram = self.model.config.engram_max_ngram_size
+        batch = build_batch(rows, self.kv.layout, ngram=ngram, device=self.device) if rows else None
+        past_cut, tokens = (False, first) if joint is None else (joint.past_cut, joint.tokens)
         where = self._pairs(late) if late else None
         flight = Flight(plan, sampled, (time.perf_counter() - began) * 1000)
 
         def work() -> None:
             flight.started_s = time.perf_counter()
             if where is not None:
-                assert previous is not None and previous.draws is not None
+                assert batch is not None and previous is not None and previous.draws is not None
                 _fill(batch, where, previous.draws.ids)
             flight.moved += self._move(plan.before)
-            out = self.model.forward(batch, self.kv, self.ops, self.mesh)
+            if batch is None:
+                out = self.model.idle(self.ops, self.mesh, past_cut=past_cut)
+            else:
+                out = self.model.forward(batch, self.kv, self.ops, self.mesh, past_cut=past_cut)
             flight.logits, flight.load_LE = out.logits, out.load_LE
             if self.watch is not None:
-                self.watch.add(out.load_LE, first)
+                self.watch.add(out.load_LE, tokens)
             flight.moved += self._move(plan.after)
 
         flight.launched.append(self.lane.launch(work))
@@ -135,7 +160,7 @@ class Runner:
 
     def sample(self, flight: Flight, sequences: Mapping[int, Sequence], masks: Mapping[int, np.ndarray]) -> None:
         """Launch the drawing for rows whose sequence still runs as planned (``sequences``: uid → running sequence)."""
-        rows = [r for r in flight.plan.rows if r.sample]
+        rows = [r for r in flight.plan.rows if r.seq_id in flight.sampled]
         live = [r.seq_id for r in rows if r.seq_id in sequences and sequences[r.seq_id].generation == r.generation]
         flight.drawn_rows = {uid: i for i, uid in enumerate(live)}
         inputs = self.sampler.prepare([sequences[uid] for uid in live], masks) if live else None
@@ -168,6 +193,16 @@ class Runner:
             tokens = dict(zip(flight.drawn_rows, home.ids.tolist(), strict=True))
             logprobs = _logprobs(home, list(flight.drawn_rows))
         return StepOutput(tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms, flight.moved)
+
+    def command(self, name: str, body: Any = None) -> list[Any]:
+        """Run a command between two steps and wait for it: a list of one, as there is one process."""
+        out: list[Any] = []
+        self.lane.launch(lambda: out.append(self.commands[name](body))).result()
+        return out
+
+    def forget(self, uid: int) -> None:
+        """Drop what is kept for a sequence that ended."""
+        self.sampler.forget(uid)
 
     def _move(self, moves: tuple[Move, ...]) -> list[tuple[Move, bytes]]:
         """Copy KV into and out of the cache; payloads of the exports."""

@@ -1,0 +1,104 @@
+"""``host_runner``: what one process hosts of a deployment: its experts, the KV of its rows, the runner of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.cache.replay import ReplayShape
+from deepinfer_engine.cache.state import KVState
+from deepinfer_engine.config.model import BLOCK_TOKENS
+from deepinfer_engine.config.schema import Profile
+from deepinfer_engine.dist.mesh import Mesh
+from deepinfer_engine.dist.placement import Placement
+from deepinfer_engine.dist.share import Share
+from deepinfer_engine.errors import NotReadyError, UsageError
+from deepinfer_engine.model.load import load_model
+from deepinfer_engine.runtime.lane import Lane
+from deepinfer_engine.runtime.runner import Runner
+from deepinfer_engine.tokens.tokenizer import Tokenizer
+from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_engine.weights.reader import ShardReport
+from deepinfer_kernels.registry import KernelError, Ops, resolve
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Rows and blocks of one attention rank."""
+
+    rows: int
+    blocks: int
+
+    @classmethod
+    def of(cls, profile: Profile) -> Capacity:
+        sched = profile.sched
+        # max_context_tokens is checked against the model's positions before
+        tokens = profile.cache.hbm_tokens_per_rank or sched.max_rows_per_rank * sched.max_context_tokens
+        return cls(sched.max_rows_per_rank, -(-tokens // BLOCK_TOKENS))
+
+
+def host_runner(
+    profile: Profile,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    lane: Lane,
+    *,
+    device: str,
+    share: Share,
+    placement: Placement | None = None,
+    connect: Callable[[Placement], Mesh] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    make: Callable[..., Runner] = Runner,
+) -> tuple[Runner, tuple[ShardReport, ...]]:
+    """Load the share of this process and ``make`` its runner; and how fast each shard was read."""
+    ops = resolve_ops(profile)
+    loaded = load_model(
+        checkpoint,
+        tokenizer,
+        ops,
+        profile,
+        device=device,
+        progress=progress,
+        placement=placement,
+        share=share,
+        connect=connect,
+    )
+    config, capacity, ranks = checkpoint.config, Capacity.of(profile), len(share.dp_ranks)
+    kv = KVState(
+        KVLayout.of(config, records=ops.numerics.records),
+        ops,
+        slots=ranks * capacity.rows,
+        blocks=ranks * capacity.blocks,
+        device=device,
+    )
+    kept = replay_shape(profile, checkpoint).snapshot_layers
+    return make(loaded.model, kv, ops, loaded.mesh, device, lane, kept=kept), loaded.shards
+
+
+def replay_shape(profile: Profile, checkpoint: Checkpoint) -> ReplayShape:
+    """How prompts are replayed under a profile."""
+    return ReplayShape.of(checkpoint.config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
+
+
+def resolve_ops(profile: Profile) -> Ops:
+    """The implementation of every operation. Raises NotReadyError or UsageError where a wish cannot be met."""
+    backends = dict(profile.kernels.overrides)
+    try:
+        return resolve(
+            profile.numerics.mode,
+            profile.hardware.platform,
+            backends,
+            backend=profile.kernels.backend,
+            batch_invariant=profile.numerics.batch_invariant,
+            cache=None if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir),
+        )
+    except KernelError as exc:
+        if profile.numerics.batch_invariant:
+            raise NotReadyError(
+                f"numerics.batch_invariant: {exc}", hint="numerics.mode float and fast have invariant operations"
+            ) from None
+        raise NotReadyError(str(exc), hint="deepinfer doctor shows what each operation needs") from None
+    except KeyError as exc:
+        raise UsageError(f"kernels.overrides: {exc.args[0]}") from None
