@@ -191,8 +191,8 @@ def test_bad_logits_end_that_request_only(model: Path, overlap: str):
         good = tokens(engine.generate(work))
         forward, calls = engine.runner.model.forward, []
 
-        def poisoned(batch, *args):
-            out = forward(batch, *args)
+        def poisoned(batch, *args, **named):
+            out = forward(batch, *args, **named)
             calls.append(1)
             if len(calls) == 4 and len(out.logits) > 2:
                 with torch.inference_mode():
@@ -211,7 +211,7 @@ def test_bad_logits_end_that_request_only(model: Path, overlap: str):
 def test_a_failing_step_reaches_the_caller(model: Path):
     engine = open_engine(model, "sched.overlap=true")
 
-    def broken(*args):
+    def broken(*args, **named):
         raise RuntimeError("device lost")
 
     engine.runner.model.forward = broken

@@ -155,8 +155,8 @@ def poison(engine: Engine, *, at_call: int) -> None:
     """From its ``at_call``-th forward on, every row's logits are NaN."""
     forward, calls = engine.runner.model.forward, []
 
-    def poisoned(batch, *args):
-        out = forward(batch, *args)
+    def poisoned(batch, *args, **named):
+        out = forward(batch, *args, **named)
         calls.append(1)
         if len(calls) >= at_call and len(out.logits):
             with torch.inference_mode():

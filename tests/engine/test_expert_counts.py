@@ -41,7 +41,7 @@ def watched(engine: Engine) -> list[tuple[int, np.ndarray]]:
     forward = engine.runner.model.forward
     layers, experts = engine.config.num_hidden_layers, engine.config.n_routed_experts
 
-    def spy(batch, kv, ops, mesh):
+    def spy(batch, kv, ops, mesh, **named):
         counts = np.zeros((layers, experts), np.int64)
 
         def probe(name, layer, value):
@@ -49,7 +49,7 @@ def watched(engine: Engine) -> list[tuple[int, np.ndarray]]:
                 for expert in value.flatten().tolist():
                     counts[layer, expert] += 1
 
-        out = forward(batch, kv, ops, mesh, probe)
+        out = forward(batch, kv, ops, mesh, probe, **named)
         seen.append((sum(r.count for r in batch.rows), counts))
         return out
 
