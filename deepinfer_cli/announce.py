@@ -24,12 +24,26 @@ _NOTED_BYTES = 1_000_000_000
 
 def launch_notes(launch: Launch, *, quiet: bool) -> None:
     """Say what differs from the request: replaced keys, inactive keys, warnings of the checkpoint."""
+    if launch.reformed is not None:
+        again, now = launch.reformed, launch.reformed.profile
+        slots = again.slots_LRS.shape[2]
+        render.note(
+            f"re-formed: {len(again.alive)} of {again.had} ranks, dp {now.parallel.dp}, {slots} expert slots per rank as "
+            f"before; {again.read} of {again.slots_LRS.size} slots hold an expert that their rank did not hold",
+            quiet=quiet,
+        )
+    if launch.processes > 1:
+        render.note(f"{launch.profile.ranks} ranks on {launch.processes} processes", quiet=quiet)
+    elif launch.profile.hardware.gpus > 1:
+        gpus = launch.profile.hardware.gpus
+        render.note(f"{gpus} ranks share one process and one device; --nproc {gpus} gives each its own", quiet=quiet)
     if launch.replaced:
         p = launch.requested
         rows = [(r.key, str(r.requested), str(r.used), r.reason) for r in launch.replaced]
+        where = "this process" if launch.processes == 1 else f"{launch.processes} processes"
         render.panel(
-            f"emulated: {p.name} asks for {p.hardware.gpus} x {p.hardware.platform}; {p.parallel.ep} virtual ranks run "
-            f"in this process, {len(rows)} keys replaced",
+            f"emulated: {p.name} asks for {p.hardware.gpus} x {p.hardware.platform}; "
+            f"{launch.profile.ranks} virtual ranks run in {where}, {len(rows)} keys replaced",
             render.table(("key", "asked", "used", "why"), rows),
             quiet=quiet,
         )

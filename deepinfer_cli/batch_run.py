@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from deepinfer_cli import render
 from deepinfer_cli.announce import balance_text, closing_notes, experts_recorded
 from deepinfer_cli.rank_report import rank_report
-from deepinfer_engine.errors import Interrupted, PartialFailure, UsageError
+from deepinfer_cli.ranks import Crew
+from deepinfer_engine.errors import Interrupted, PartialFailure, PeerLost, UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.launch import Launch
@@ -35,6 +36,7 @@ class BatchOptions:
     raw: bool
     ordered: bool
     resume: bool
+    crew: Crew
     record_experts: Path | None
     explain: bool
     quiet: bool
@@ -68,7 +70,7 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
         "raw": options.raw,
     }
     meter = _Meter(quiet=options.quiet)
-    with Journal(options.out, header, resume=options.resume) as journal:
+    with Journal(options.out, header, resume=options.resume, restarts=options.crew.restarts) as journal:
         before = len(journal.done)
         if before:
             render.note(f"resuming: {before} of {len(items)} lines are done", quiet=options.quiet)
@@ -80,6 +82,8 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
                     device=launch.device,
                     progress=advance,
                     record_experts=options.record_experts is not None,
+                    placement=launch.placement,
+                    world=options.crew.world(launch.profile),
                 )
             with engine:
                 run = BatchRun(engine, preparer, journal, model=checkpoint.config.digest[:12], created=int(time.time()))
@@ -95,6 +99,12 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
             raise Interrupted(
                 f"interrupted: {len(journal.done)} of {len(items)} lines are kept in {journal.path}",
                 hint="the same command with --resume continues",
+            ) from None
+        except PeerLost as exc:
+            meter.end()
+            kept = f"{len(journal.done)} of {len(items)} lines are kept in {journal.path}"
+            raise PeerLost(
+                f"{exc.message}; {kept}", hint="the same command with --resume --healthy N goes on"
             ) from None
         meter.end()
         journal.finish(ordered=options.ordered)

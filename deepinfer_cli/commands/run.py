@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deepinfer_cli import batch_run, options, render
+from deepinfer_cli import batch_run, options, ranks, render
 from deepinfer_cli.announce import (
     balance_text,
     closing_notes,
@@ -76,6 +76,8 @@ def command(
         bool, typer.Option("--unordered", help="Requests: write lines as they finish, not in input order.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Requests: continue a run that was cut off.")] = False,
+    nproc: ranks.Nproc = None,
+    healthy: ranks.Healthy = None,
     record_experts: options.RecordExperts = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show at the end what every rank did: rows, tokens, expert load.")
@@ -93,6 +95,9 @@ def command(
     ({"id", "prompt" | "messages" | "token_ids", and any sampling setting}). Every line is checked before the model
     is loaded; --out gets one line for each. Until the end they are in OUT.part, from which --resume continues.
 
+    With --nproc N the profile's ranks are spread over N processes, each with its own experts; under torchrun they are
+    those that it starts. A rank that dies ends the run with exit code 7; --resume with --healthy goes on without it.
+
     \b
     Examples:
       deepinfer run "17+25?"
@@ -101,10 +106,14 @@ def command(
       echo "What is 12+30?" | deepinfer run -
       deepinfer run --profile decode-ep64 --explain "What is 12+30?"
       deepinfer run --profile decode-ep8 -f prompts.txt --record-experts stats.npz
+      deepinfer run --profile decode-ep8 --nproc 2 -f requests.jsonl --out answers.jsonl
+      deepinfer run --profile decode-ep8 --healthy 6 -f requests.jsonl --out answers.jsonl --resume
       deepinfer run --json-schema person.json --no-thinking "Name and age of Ada?"
       deepinfer run --temperature 0.8 --seed 7 --set sched.max_rows_per_rank=4 "Tell me a number."
     """
     options.accept(format, OutputFormat.text, OutputFormat.json, OutputFormat.jsonl, verb="run")
+    crew = ranks.started(nproc)
+    ranks.follow(crew)
     if raw and system is not None:
         raise UsageError("--raw has no conversation, so --system does not apply")
     requests = file is not None and file.endswith(batch_run.SUFFIXES)
@@ -147,15 +156,14 @@ def command(
             raw=raw,
             ordered=not unordered,
             resume=resume,
+            crew=crew,
             record_experts=record_experts,
             explain=explain,
             quiet=quiet,
         )
         items = batch_run.read(batch)
         set_thread_defaults(len(items))
-        from deepinfer_engine.launch import prepare
-
-        launch = prepare(loaded.profile, model)
+        launch = crew.prepare(loaded.profile, model, healthy)
         launch_notes(launch, quiet=quiet)
         batch_run.answer(batch, items, launch, loaded.digest)
         return
@@ -163,9 +171,8 @@ def command(
     sampling = [replace(defaults, seed=None if seed is None else (seed + i) % 2**64) for i in range(len(prompts))]
     set_thread_defaults(len(prompts))
     from deepinfer_engine.engine import Engine
-    from deepinfer_engine.launch import prepare
 
-    launch = prepare(loaded.profile, model)
+    launch = crew.prepare(loaded.profile, model, healthy)
     launch_notes(launch, quiet=quiet)
     jobs = _render_all(prompts, launch, raw=raw, thinking=thinking, system=system)
     with render.progress("loading", quiet=quiet) as advance:
@@ -175,6 +182,8 @@ def command(
             device=launch.device,
             progress=advance,
             record_experts=record_experts is not None,
+            placement=launch.placement,
+            world=crew.world(launch.profile),
         )
     load_notes(engine, quiet=quiet)
     live = format is OutputFormat.text and len(jobs) == 1 and out is None

@@ -19,6 +19,10 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.resources import model_dir as embedded_dir
 from deepinfer_engine.config.rules import ModelFacts, check_against_model
 from deepinfer_engine.config.schema import Platform, Profile
+from deepinfer_engine.dist.placement import Placement
+from deepinfer_engine.dist.reform import Reformed, read_healthy, reform
+from deepinfer_engine.dist.share import Share
+from deepinfer_engine.dist.starting import starting_placement
 from deepinfer_engine.errors import NotReadyError, ProfileError
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_kernels.device import probe_cuda
@@ -39,6 +43,13 @@ class Launch:
     device: str
     replaced: tuple[Replaced, ...]
     inactive: tuple[Inactive, ...]
+    processes: int = 1
+    reformed: Reformed | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where experts live, if ranks were lost; else where the profile says."""
+        return None if self.reformed is None else Placement.of(self.reformed.slots_LRS)
 
 
 def this_machine() -> Machine:
@@ -89,14 +100,15 @@ def check_device(profile: Profile, device: str) -> None:
         )
 
 
-def resident_bytes(checkpoint: Checkpoint, profile: Profile) -> int:
-    """Memory of prepared weights and caches, all ranks in one process: dense in the dtype of the numerics.
+def resident_bytes(checkpoint: Checkpoint, profile: Profile, processes: int = 1) -> int:
+    """Memory of one process's prepared weights and caches: dense in the dtype of the numerics.
 
-    Expert slots beyond the logical experts count; tables gathered from the file do not.
+    Expert slots beyond the logical experts count; tables gathered from the file do not. Each of several processes has
+    its share of the slots and the caches, and everything else.
     """
     config = checkpoint.config
     element = 2 if profile.numerics.mode == "fast" else 4
-    slots = profile.ranks * profile.slots_per_rank(config.n_routed_experts)
+    slots = profile.ranks * profile.slots_per_rank(config.n_routed_experts) // processes
     total = 0
     for name, spec in checkpoint.plan.items():
         if spec.group not in ("backbone", "engram") or not checkpoint.has(name) or spec.kind.endswith("8_scale"):
@@ -112,21 +124,39 @@ def resident_bytes(checkpoint: Checkpoint, profile: Profile) -> int:
     layout = KVLayout.of(config, records=profile.numerics.mode != "float")
     rows = profile.sched.max_rows_per_rank
     tokens = profile.cache.hbm_tokens_per_rank or rows * profile.sched.max_context_tokens
-    return total + profile.parallel.dp * (rows * layout.slot_bytes + layout.blocks_for(tokens) * layout.block_bytes)
+    hosted = -(-profile.parallel.dp // processes)
+    return total + hosted * (rows * layout.slot_bytes + layout.blocks_for(tokens) * layout.block_bytes)
 
 
-def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
+def prepare(
+    profile: Profile,
+    model: str | Path | None = None,
+    *,
+    processes: int = 1,
+    here: int | None = None,
+    healthy: str | None = None,
+) -> Launch:
     """Open the checkpoint (``model``, or the embedded one) and fit the profile to this machine.
 
-    Raises ``CheckpointError`` (4), ``ProfileError`` (2) where profile and model disagree, ``CapacityError`` (3).
+    ``processes`` share the mesh, ``here`` of them (None: all) on this host. ``healthy``: ranks that are left, as
+    ``read_healthy`` takes it; the profile is re-formed over them first. Raises ``CheckpointError`` (4),
+    ``ProfileError`` (2) where profile and model disagree, ``CapacityError`` (3).
     """
     embedded = model is None
     checkpoint = Checkpoint.open(embedded_dir(EMBEDDED) if model is None else model)
     config, machine = checkpoint.config, this_machine()
     weights_bytes = sum(s.nbytes for name, s in checkpoint.plan.items() if checkpoint.has(name))
     facts = model_facts(config, weights_bytes, records=profile.numerics.mode != "float")
+    reformed = None
+    if healthy is not None:
+        alive = read_healthy(healthy, profile.ranks)
+        check_model(profile, config)
+        slots_LRS = starting_placement(checkpoint, profile).slots_LRS
+        reformed = reform(profile, slots_LRS, config.n_routed_experts, alive)
+        profile = reformed.profile
+    Share(profile.parallel.ep, profile.parallel.dp, 0, processes)  # refuses processes that do not divide the ranks
     used, replaced = profile, []
-    if not embedded:
+    if not embedded and processes == 1:
         require_fit(profile, machine, weights_bytes)
     if embedded or not hardware_is_present(profile, machine):
         used, replaced = emulate(profile, machine, facts)
@@ -140,7 +170,9 @@ def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
         )
     if not embedded:
         raw = weights_bytes if device == "cpu" else 0  # what was read stays on the host until it is prepared
-        require_fit(used, machine, raw + resident_bytes(checkpoint, used), what="weights and caches")
+        shared = (processes if here is None else here) if device == "cpu" else 1  # a device belongs to one process
+        need = raw + shared * resident_bytes(checkpoint, used, processes)
+        require_fit(used, machine, need, what="weights and caches")
     return Launch(
         requested=profile,
         profile=used,
@@ -148,5 +180,7 @@ def prepare(profile: Profile, model: str | Path | None = None) -> Launch:
         embedded=embedded,
         device=device,
         replaced=tuple(replaced),
-        inactive=tuple(inactive_features(used)),
+        inactive=tuple(inactive_features(used, processes)),
+        processes=processes,
+        reformed=reformed,
     )

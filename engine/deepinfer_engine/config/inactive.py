@@ -36,28 +36,33 @@ def _not(*quiet: Any) -> Callable[[Any], bool]:
 
 NOT_BUILT: tuple[_Missing, ...] = (
     _Missing("role", _not("both"), "prefill and decode run on the same ranks of one process"),
-    _Missing("hardware.gpus", lambda n: n > 1, "all ranks run in one process on one device"),
     _Missing("cache.store.ttl_s.agent", _not(259_200), "all traffic is kept as chat"),
     _Missing("spec.verify", _not("off"), "no drafts are made"),
     _Missing("spec.mode", _not("coupled"), "no drafts are made"),
     _Missing("spec.draft_tokens", _not(5), "no drafts are made"),
     _Missing("spec.confidence_temperatures", _not((), []), "no drafts are made"),
     _Missing("spec.curve_ttl_s", _not(3600), "no drafts are made"),
-    _Missing("deadlines.load_s", _not(3600), "phases are not timed"),
     _Missing("deadlines.build_s", _not(3600), "phases are not timed"),
     _Missing("deadlines.warmup_s", _not(1800), "phases are not timed"),
-    _Missing("deadlines.step_s", _not(300), "phases are not timed"),
-    _Missing("network.interface", _not(None), "ranks do not talk over a network; doctor looks at it"),
+    _Missing("network.interface", _not(None), "the transport chooses; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME do it"),
     _Missing("requires.*", _not(None), "run does not compare versions, doctor does"),
 )
 
 
-def inactive_features(profile: Profile) -> list[Inactive]:
-    """Every requested value without a built feature behind it, in schema order; ``run`` prints them."""
-    out = []
+#: what needs all ranks in one process
+ONE_PROCESS: tuple[_Missing, ...] = (
+    _Missing("eplb.period_steps", _not(0), "experts move between the ranks of one process only; they stay in place"),
+    _Missing("spec.verify", _not("off"), "drafts are made in one process only"),
+)
+
+
+def inactive_features(profile: Profile, processes: int = 1) -> list[Inactive]:
+    """Every requested value that this run does not honour, in schema order; ``run`` prints them."""
+    missing = NOT_BUILT if processes == 1 else (*NOT_BUILT, *ONE_PROCESS)
+    out: list[Inactive] = []
     for key, value in leaves(profile).items():
-        for entry in NOT_BUILT:
+        for entry in missing:
             matches = key.startswith(entry.key[:-1]) if entry.key.endswith(".*") else key == entry.key
-            if matches and value != {} and entry.requested(value):
+            if matches and value != {} and entry.requested(value) and all(i.key != key for i in out):
                 out.append(Inactive(key, value, entry.reason))
     return out

@@ -26,12 +26,14 @@ _SYNC_S = 1.0
 class Journal:
     """Append-only record of one batch. ``done`` holds the input line numbers that are finished."""
 
-    def __init__(self, out: Path, header: Mapping[str, Any], *, resume: bool):
+    def __init__(self, out: Path, header: Mapping[str, Any], *, resume: bool, restarts: bool = False):
+        """``restarts``: whoever started this process starts it again, so that ``resume`` allows a first time."""
         self.out = out
         self.path = out.with_name(out.name + ".part")
         self._header = json.dumps({"schema": "deepinfer/batch-journal/1", **header}, sort_keys=True)
         self._synced = time.monotonic()
         self.done: set[int] = set()
+        resume = resume and not (restarts and not self.path.exists())
         if resume and not self.path.exists():
             raise UsageError(f"nothing to resume: {self.path} does not exist", hint="run without --resume")
         if not resume and self.path.exists():

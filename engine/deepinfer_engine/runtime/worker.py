@@ -152,7 +152,7 @@ def serve(store: Store, follower: Follower, rank: int, size: int, local_rank: in
     return 0
 
 
-def serve_torchrun(rank: int) -> int:
+def serve_torchrun() -> int:
     """Follow under torchrun."""
     store, follower, rank, size = follow_torchrun(timeout_s=_CONNECT_S)
     return serve(store, follower, rank, size, int(os.environ.get("LOCAL_RANK", "0")))
