@@ -28,8 +28,8 @@ def launch_notes(launch: Launch, *, quiet: bool) -> None:
         again, now = launch.reformed, launch.reformed.profile
         slots = again.slots_LRS.shape[2]
         render.note(
-            f"re-formed: {len(again.alive)} of {again.had} ranks, dp {now.parallel.dp}, {slots} expert slots per rank as "
-            f"before; {again.read} of {again.slots_LRS.size} slots hold an expert that their rank did not hold",
+            f"re-formed: {len(again.alive)} of {again.had} ranks, dp {now.parallel.dp}, {slots} expert slots per rank "
+            f"as before; {again.read} of {again.slots_LRS.size} slots hold an expert that their rank did not hold",
             quiet=quiet,
         )
     if launch.processes > 1:
