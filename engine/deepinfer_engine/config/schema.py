@@ -48,6 +48,9 @@ class Parallel(Section):
     redundant_experts_per_rank: int = Field(
         default=0, ge=0, le=64, description="expert slots per rank beyond ceil(experts / ep), filled with replicas"
     )
+    transport: Literal["torch", "deepep"] = Field(
+        default="torch", description="what carries tokens between processes: torch.distributed (gloo, NCCL) or DeepEP"
+    )
 
 
 class Numerics(Section):

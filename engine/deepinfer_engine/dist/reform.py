@@ -20,9 +20,6 @@ from deepinfer_engine.config.schema import Profile
 from deepinfer_engine.eplb.policy import PlanSettings, Topology, plan_experts
 from deepinfer_engine.errors import CapacityError, UsageError
 
-#: price of a received expert that no gain on even loads is worth: only what must move moves
-_KEEP = 1000.0
-
 
 @dataclass(frozen=True, eq=False)
 class Reformed:
@@ -72,25 +69,28 @@ def reform(profile: Profile, slots_LRS: np.ndarray, experts: int, alive: tuple[i
 
     Raises ``CapacityError`` when their slots cannot hold every expert.
     """
-    layers, had, slots = slots_LRS.shape
+    _, had, slots = slots_LRS.shape
     ranks = len(alive)
     if ranks * slots < experts:
         raise CapacityError(
             f"{ranks} of {had} ranks are left: need {experts} expert slots, have {ranks} x {slots} = {ranks * slots}",
             hint=f"{-(-experts // slots)} ranks are enough, or raise parallel.redundant_experts_per_rank",
         )
-    dead = tuple(sorted(set(range(had)) - set(alive)))
-    even = np.ones((1, layers, experts), np.int64)
-    settings = PlanSettings(move_price=_KEEP)
-    if ranks == had:
-        planned = slots_LRS
-    else:
-        layers_planned = plan_experts(even, Topology(had, slots, dead), old_LRS=slots_LRS, settings=settings)
-        planned = np.stack([layer.slot_RS for layer in layers_planned])
-    kept = planned[:, list(alive)]
+    topology = Topology(had, slots, tuple(sorted(set(range(had)) - set(alive))))
     before = slots_LRS[:, list(alive)]
-    read = int((~(kept[..., None] == before[..., None, :]).any(-1)).sum())
-    return Reformed(_profile(profile, ranks, slots, experts), alive, had, np.ascontiguousarray(kept), read)
+    now = before
+    if ranks < had:
+        now = np.stack([_planned(topology, old_RS, experts)[list(alive)] for old_RS in slots_LRS])
+    read = int((~(now[..., None] == before[..., None, :]).any(-1)).sum())
+    return Reformed(_profile(profile, ranks, slots, experts), alive, had, np.ascontiguousarray(now), read)
+
+
+def _planned(topology: Topology, old_RS: np.ndarray, experts: int) -> np.ndarray:
+    """One layer for even loads, receiving only what no live rank holds."""
+    live = np.delete(old_RS, topology.dead, axis=0)
+    orphans = experts - len(np.unique(live[live >= 0]))
+    even = np.ones((1, 1, experts), np.int64)
+    return plan_experts(even, topology, old_LRS=old_RS[None], settings=PlanSettings(max_moves=orphans))[0].slot_RS
 
 
 def _profile(profile: Profile, ranks: int, slots: int, experts: int) -> Profile:

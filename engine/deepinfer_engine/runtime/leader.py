@@ -13,7 +13,7 @@ from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.rendezvous import World
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.starting import starting_placement
-from deepinfer_engine.dist.torch_mesh import TorchMesh
+from deepinfer_engine.dist.transport import connector
 from deepinfer_engine.runtime.host import Capacity, host_runner
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.orders import LoadOrder
@@ -49,9 +49,6 @@ def lead_runner(
     with world.crew.exchanging():
         group = world.join(own, step_s)
 
-    def connect(placement: Placement) -> TorchMesh:
-        return TorchMesh(placement, config.n_routed_experts, share, group, own, choice=profile.eplb.replica_choice)
-
     torch.set_num_threads(threads)
     made = host_runner(
         profile,
@@ -61,7 +58,7 @@ def lead_runner(
         device=own,
         share=share,
         placement=placement,
-        connect=connect,
+        connect=connector(profile, config, share, group, own),
         progress=progress,
         make=partial(RankedRunner, crew=world.crew, share=share, capacity=Capacity.of(profile)),
     )

@@ -21,7 +21,7 @@ from deepinfer_engine.dist.control import Follower, is_transport
 from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.rendezvous import follow_spawned, follow_torchrun, join_group
 from deepinfer_engine.dist.share import Share
-from deepinfer_engine.dist.torch_mesh import TorchMesh
+from deepinfer_engine.dist.transport import RankedMesh, connector
 from deepinfer_engine.errors import ArtefactError, DeepInferError, NotReadyError, PeerLost
 from deepinfer_engine.runtime.host import host_runner
 from deepinfer_engine.runtime.lane import InlineLane
@@ -85,9 +85,10 @@ class Worker:
         share = Share(profile.parallel.ep, profile.parallel.dp, self.rank, self.size)
         group = join_group(self.store, self.rank, self.size, device, order.step_s)
 
-        def connect(placement: Placement) -> TorchMesh:
-            experts = checkpoint.config.n_routed_experts
-            mesh = TorchMesh(placement, experts, share, group, device, choice=profile.eplb.replica_choice)
+        make = connector(profile, checkpoint.config, share, group, device)
+
+        def connect(placement: Placement) -> RankedMesh:
+            mesh = make(placement)
             self.follower.entered = lambda: mesh.entered
             return mesh
 

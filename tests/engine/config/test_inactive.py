@@ -26,6 +26,7 @@ HONOURED = {
         "cache.store.capacity_gib", "cache.store.ttl_s.chat", "cache.store.fetch_deadline_ms",
     ),
     "cache.replay": ("replay.decoder", "replay.encoder"),
+    "dist.transport": ("parallel.transport",),
     "dist.rendezvous": ("deadlines.load_s", "deadlines.step_s"),
 }  # fmt: skip
 
