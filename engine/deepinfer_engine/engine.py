@@ -27,7 +27,6 @@ from deepinfer_engine.eplb.record import Balance
 from deepinfer_engine.eplb.stats import ExpertStats
 from deepinfer_engine.errors import UsageError
 from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
-from deepinfer_engine.runtime.expert_mover import ExpertMover
 from deepinfer_engine.runtime.expert_watch import WINDOW_SLACK, ExpertWatch, recordable_steps
 from deepinfer_engine.runtime.host import Capacity, host_runner, replay_shape
 from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
@@ -291,9 +290,9 @@ class Engine:
 
     def _make_rebalancer(self) -> Rebalancer | None:
         runner, eplb = self.runner, self.profile.eplb
-        if self.profile.ranks == 1 or not eplb.period_steps or self.world is not None:
+        if self.profile.ranks == 1 or not eplb.period_steps:
             return None
-        assert runner.watch is not None
+        assert runner.watch is not None and runner.site is not None
         settings = RebalanceSettings(
             window_steps=eplb.window_steps,
             period_steps=eplb.period_steps,
@@ -305,11 +304,10 @@ class Engine:
         return Rebalancer(
             settings,
             watch=runner.watch,
-            mesh=runner.mesh,
-            mover=ExpertMover([layer.ffn.bank for layer in runner.model.weights.layers], runner.mesh.local_slots),
+            site=runner.site,
             lane=runner.lane,
-            device=runner.device,
             step_ms=lambda: float(np.median(self.times.run_ms)) if self.times.run_ms else 0.0,
+            tell=None if self.world is None else runner.command,
         )
 
     def _gather(self, watch: ExpertWatch) -> None:

@@ -12,6 +12,7 @@ layer; a transport with its own receive buffers (DeepEP) avoids that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,18 @@ class TorchMesh:
         back, sends, takes = sent.back
         home = self._exchange(y.index_select(0, back), sends, takes)
         return ops.moe_combine(home, sent.order, shared, sent.choices) if shared.shape[0] else shared
+
+    def process_of(self, slot: int) -> int:
+        """Process that hosts a physical slot."""
+        return slot // len(self._local)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive bytes, (process, contiguous uint8) each, between two steps; pairs of processes in order."""
+        self.entered += 1
+        ops = [dist.P2POp(dist.isend, data, group=self._group, group_peer=to) for to, data in sends]
+        ops += [dist.P2POp(dist.irecv, data, group=self._group, group_peer=source) for source, data in receives]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of an integer tensor over all processes."""

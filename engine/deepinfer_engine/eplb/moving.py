@@ -59,13 +59,14 @@ MoveStep = tuple[LayerPart, ...]
 class MovePlan:
     """Everything a rebalance does: parts by step, the slots [L, R, S] after each step, and what it adds up to.
 
-    ``received_R``: bytes each rank receives in all.
+    ``received_R``: bytes each rank receives in all; ``most``: by step, the most that one rank receives in it.
     """
 
     steps: tuple[MoveStep, ...]
     after: tuple[np.ndarray, ...]
     experts: int
     received_R: np.ndarray
+    most: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
@@ -107,11 +108,13 @@ def plan_moves(
     parts: list[LayerPart] = []
     left_R = np.full(ranks, limit, np.int64)
     received_R = np.zeros(ranks, np.int64)
+    most: list[int] = []
     experts = 0
 
     def close() -> None:
         steps.append(tuple(parts))
         after.append(now_LRS.copy())
+        most.append(limit - int(left_R.min()))
         parts.clear()
         left_R[:] = limit
 
@@ -140,4 +143,4 @@ def plan_moves(
                 now_LRS[layer] = new_LRS[layer]
     if parts:
         close()
-    return MovePlan(tuple(steps), tuple(after), experts, received_R)
+    return MovePlan(tuple(steps), tuple(after), experts, received_R, tuple(most))

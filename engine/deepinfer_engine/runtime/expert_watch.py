@@ -30,22 +30,20 @@ def recordable_steps(config: ModelConfig) -> int:
 class ExpertWatch:
     """Counts of every step: gathered on the device, the newest ``keep`` steps and the balance of all on the host.
 
-    ``slot_LRS`` are the slots of the newest step launched, ``epoch`` those of the newest step run. ``recording``:
-    somebody wants the kept steps as a file.
+    ``slot_LRS`` are the slots of the newest step launched. ``recording``: somebody wants the kept steps as a file.
     """
 
     def __init__(self, config: ModelConfig, slot_LRS: np.ndarray, *, keep: int, device: str, recording: bool = False):
         self.config = config
         self.recording = recording
         self.slot_LRS = slot_LRS
-        self.epoch = 0
         self.meter = BalanceMeter(slot_LRS, config.n_routed_experts)
         self.record = LoadRecord(keep, [self.meter])
         self._ring = CountRing(config.num_hidden_layers, config.n_routed_experts, device)
 
-    def add(self, load_LE: Tensor, tokens: int) -> None:
-        """One step's counts, in launch order, without waiting."""
-        self._ring.add(load_LE, tokens, self.epoch)
+    def add(self, load_LE: Tensor, tokens: int, epoch: int) -> None:
+        """One step's counts, in launch order, without waiting; ``epoch``: of the slots it ran with."""
+        self._ring.add(load_LE, tokens, epoch)
 
     def flush(self) -> None:
         """Send the counts that have not filled a chunk; on the lane."""

@@ -14,9 +14,11 @@ from deepinfer_engine.config.schema import Profile
 from deepinfer_engine.dist.mesh import Mesh
 from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.share import Share
+from deepinfer_engine.dist.torch_mesh import TorchMesh
 from deepinfer_engine.errors import NotReadyError, UsageError
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.lane import Lane
+from deepinfer_engine.runtime.move_site import MoveSite
 from deepinfer_engine.runtime.runner import Runner
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -74,7 +76,19 @@ def host_runner(
         device=device,
     )
     kept = replay_shape(profile, checkpoint).snapshot_layers
-    return make(loaded.model, kv, ops, loaded.mesh, device, lane, kept=kept), loaded.shards
+    runner = make(loaded.model, kv, ops, loaded.mesh, device, lane, kept=kept)
+    if profile.ranks > 1 and profile.eplb.period_steps:
+        runner.site = site = _move_site(runner)
+        runner.commands["experts.prepare"] = lambda order: site.prepare(order).digest
+        runner.commands["experts.run"] = site.run
+    return runner, loaded.shards
+
+
+def _move_site(runner: Runner) -> MoveSite:
+    """What moves the experts of this process under live rebalancing."""
+    mesh = runner.mesh
+    banks = [layer.ffn.bank for layer in runner.model.weights.layers]
+    return MoveSite(banks, mesh, runner.device, mesh if isinstance(mesh, TorchMesh) else None)
 
 
 def replay_shape(profile: Profile, checkpoint: Checkpoint) -> ReplayShape:

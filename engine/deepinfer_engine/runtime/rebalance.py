@@ -1,10 +1,11 @@
 """``Rebalancer``: live expert placement under a running engine. Plans beside the steps, moves between them.
 
-Life of one rebalance, all of it decided between two steps and at the same step on every rank:
+One process decides (the one that schedules; counts reach it summed over all), every process moves. Life of one
+rebalance, all of it between two steps and between the same two on every rank:
 
 1. *collect*: at a trigger (when the window is full, then every period) the counts so far are asked for;
-2. *plan*: a thread puts the window together (summed over ranks) and has the planning process plan it;
-3. *agree*: ranks exchange the digest of what they planned; different digests change nothing, and say so;
+2. *plan*: a thread puts the window together and has the planning process plan it;
+3. *agree*: every process works the moves out by itself; different digests change nothing, and say so;
 4. *move*: each step carries pieces of the plan, at most ``max_bytes_per_step`` received by a rank; a layer whose
    pieces are there is filled and its row of the table changes before the next step.
 
@@ -13,26 +14,24 @@ A plan that does not pay for its moves ends after 3. The engine may stop anywher
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from deepinfer_engine.dist.placement import Placement, SlotTable
-from deepinfer_engine.eplb.moving import MovePlan, plan_moves
 from deepinfer_engine.eplb.plan_process import PlanAnswer, PlanJob, PlanProcess
 from deepinfer_engine.eplb.record import BalanceMeter, CountChunk
 from deepinfer_engine.eplb.report import Economics
 from deepinfer_engine.errors import DeepInferError
-from deepinfer_engine.runtime.expert_mover import ExpertMover
 from deepinfer_engine.runtime.expert_watch import ExpertWatch
 from deepinfer_engine.runtime.lane import Lane
+from deepinfer_engine.runtime.move_site import MoveOrder, MoveSite, Prepared
+
+#: (command, body) → what every process answered, by rank; carried out between the same two steps everywhere
+Tell = Callable[[str, Any], list[Any]]
 
 #: price of a received expert in the plan search, in average rank costs: eplb-plan's default
 MOVE_PRICE = 0.5
@@ -40,35 +39,6 @@ MOVE_PRICE = 0.5
 MOE_SHARE = 0.5
 #: bandwidth of the link that moves are judged by, GB/s, until a rebalance has measured it
 LINK_GB_S = 50.0
-#: steps between two exchanges of digests while plans are made; one process agrees with itself at every step
-AGREE_STEPS = 16
-
-
-class Peers(Protocol):
-    """What a rebalance asks of the other ranks' processes. Every process makes the same calls in the same order."""
-
-    @property
-    def processes(self) -> int: ...
-
-    def gather(self, text: str) -> Sequence[str]:
-        """The texts of all processes, by process; called between steps."""
-        ...
-
-    def total(self, values: np.ndarray) -> np.ndarray:
-        """Sum over all processes; called from the planning thread."""
-        ...
-
-
-class Alone:
-    """One process has no others."""
-
-    processes = 1
-
-    def gather(self, text: str) -> Sequence[str]:
-        return (text,)
-
-    def total(self, values: np.ndarray) -> np.ndarray:
-        return values
 
 
 @dataclass(frozen=True)
@@ -111,47 +81,45 @@ class Rebalance:
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """What the planning thread made: the answer, its digest, and for moves their steps and the tables after them."""
+    """What the planning thread made: the answer, the order of a plan to use, and where one is alone its moves."""
 
     answer: PlanAnswer
-    digest: str
-    moves: MovePlan | None = None
-    tables: tuple[SlotTable | None, ...] = ()
+    order: MoveOrder | None = None
+    prepared: Prepared | None = None
 
 
 class Rebalancer:
-    """Drives rebalances from the thread that drives the engine; ``before_step`` is called before every launch."""
+    """Drives rebalances from the thread that drives the engine; ``before_step`` is called before every launch.
+
+    ``tell`` reaches all processes where there are several; without it this one is alone.
+    """
 
     def __init__(
         self,
         settings: RebalanceSettings,
         *,
         watch: ExpertWatch,
-        mesh: Any,
-        mover: ExpertMover,
+        site: MoveSite,
         lane: Lane,
-        device: str,
         step_ms: Callable[[], float],
-        peers: Peers | None = None,
+        tell: Tell | None = None,
     ):
         self.settings = settings
         self.log: list[Rebalance] = []
         self._watch = watch
-        self._mesh = mesh
-        self._mover = mover
+        self._site = site
         self._lane = lane
-        self._device = device
         self._step_ms = step_ms
-        self._peers: Peers = Alone() if peers is None else peers
+        self._tell = tell
         self._process = PlanProcess()
         self._state: Literal["idle", "collect", "plan", "move"] = "idle"
         self._next = settings.window_steps
         self._flushed: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._planned: Future[_Planned] = Future()
-        self._ready: _Planned | None = None
+        self._ready: Prepared | None = None
         self._at = 0
-        self._timed: list[tuple[Any, Any]] = []
+        self._moved_last: Rebalance | None = None
         self._link_gb_s = LINK_GB_S
         self.span = BalanceMeter(watch.slot_LRS, watch.config.n_routed_experts)
         watch.record.meters.append(self.span)
@@ -163,7 +131,7 @@ class Rebalancer:
         if self._state == "collect":
             self._collect()
         if self._state == "plan":
-            self._agree(step)
+            self._agree()
         if self._state == "move":
             self._move(step)
 
@@ -197,15 +165,10 @@ class Rebalancer:
         if now is None:
             return
         now.observed_after = self.span.balance().moe_lb
-        if not self._timed:
-            return
-        if self._device.startswith("cuda"):
-            self._timed[-1][1].synchronize()  # long past, except at the end of a run
-            now.move_ms = sum(began.elapsed_time(ended) for began, ended in self._timed)
-        else:
-            now.move_ms = sum(ended - began for began, ended in self._timed) * 1000
-        if now.move_ms > 0 and now.max_rank_bytes:
-            self._link_gb_s = now.max_rank_bytes / now.move_ms / 1e6
+        if now is self._moved_last:
+            now.move_ms = self._site.spent_ms()
+            if now.move_ms > 0 and now.max_rank_bytes:
+                self._link_gb_s = now.max_rank_bytes / now.move_ms / 1e6
 
     def _collect(self) -> None:
         """Start planning once the counts of every step before the trigger have arrived."""
@@ -218,7 +181,7 @@ class Rebalancer:
             return
         chunks = self._watch.record.window(trigger, settings.window_steps)
         economics = Economics(
-            expert_bytes=self._mover.expert_bytes,
+            expert_bytes=self._site.expert_bytes,
             link_gb_s=self._link_gb_s,
             moe_ms=max(self._step_ms() * MOE_SHARE, 1e-6),
             horizon_steps=settings.period_steps,
@@ -238,19 +201,13 @@ class Rebalancer:
             done.set_exception(exc)
 
     def _planned_from(self, chunks: list[CountChunk], economics: Economics) -> _Planned:
-        settings, peers, old_LRS = self.settings, self._peers, self._watch.slot_LRS
-        counts_MLE = np.concatenate([c.counts_MLE for c in chunks])
-        tokens_M = np.concatenate([c.tokens_M for c in chunks])
-        if peers.processes > 1:  # ranks plan the same only from the same numbers
-            counts_MLE, tokens_M = peers.total(counts_MLE), peers.total(tokens_M)
-            means = peers.total(np.array([economics.link_gb_s, economics.moe_ms])) / peers.processes
-            economics = Economics(economics.expert_bytes, float(means[0]), float(means[1]), economics.horizon_steps)
+        settings, slot_LRS = self.settings, self._watch.slot_LRS
         answer = self._process.plan(
             PlanJob(
-                counts_MLE,
-                tokens_M,
-                old_LRS,
-                self._watch.epoch,
+                np.concatenate([c.counts_MLE for c in chunks]),
+                np.concatenate([c.tokens_M for c in chunks]),
+                slot_LRS,
+                len(self.log),
                 settings.top_k,
                 settings.config_digest,
                 settings.weights_digest,
@@ -258,109 +215,71 @@ class Rebalancer:
                 MOVE_PRICE,
             )
         )
-        digest = hashlib.sha256(answer.action.encode() + answer.slot_LRS.astype("<i4").tobytes()).hexdigest()
-        if answer.action != "use" or (answer.slot_LRS == old_LRS).all():
-            return _Planned(answer, digest)
-        layers = range(len(answer.gain_L))
-        moves = plan_moves(
-            old_LRS,
-            answer.slot_LRS,
-            expert_bytes=self._mover.expert_bytes,
-            limit=settings.max_bytes_per_step,
-            order=sorted(layers, key=lambda k: (-answer.gain_L[k], k)),
-        )
-        tables: list[SlotTable | None] = []
-        epoch, experts = self._watch.epoch, self._watch.config.n_routed_experts
-        for step, slot_LRS in zip(moves.steps, moves.after, strict=True):
-            if any(part.last for part in step):
-                epoch += 1
-                tables.append(SlotTable.build(Placement.of(slot_LRS), experts, self._device, epoch=epoch))
-            else:
-                tables.append(None)
-        return _Planned(answer, digest, moves, tuple(tables))
+        if answer.action != "use" or (answer.slot_LRS == slot_LRS).all():
+            return _Planned(answer)
+        layers = sorted(range(len(answer.gain_L)), key=lambda k: (-answer.gain_L[k], k))
+        order = MoveOrder(answer.slot_LRS, tuple(layers), settings.max_bytes_per_step)
+        return _Planned(answer, order, self._site.prepare(order) if self._tell is None else None)
 
     # --------------------------------------------------------------- agree
 
-    def _agree(self, step: int) -> None:
-        """Act once every rank has planned, and only on the same plan."""
-        now = self.log[-1]
-        if self._peers.processes > 1 and (step - now.step) % AGREE_STEPS:
-            return
-        if self._peers.processes == 1 and not self._planned.done():
-            return
-        mine = ""
-        if self._planned.done():
-            error = self._planned.exception()
-            mine = self._planned.result().digest if error is None else f"failed: {error}"
-        texts = self._peers.gather(mine)
-        if not all(texts):
+    def _agree(self) -> None:
+        """Act once there is a plan; move only what every process has worked out alike."""
+        if not self._planned.done():
             return
         self._state = "idle"
-        failed = next((text for text in texts if text.startswith("failed: ")), None)
-        if failed is not None:
-            error = self._planned.exception()
-            if error is not None and not isinstance(error, DeepInferError):
+        now, error = self.log[-1], self._planned.exception()
+        if error is not None:
+            if not isinstance(error, DeepInferError):
                 raise error
-            now.outcome, now.reason = "failed", f"no plan: {failed.removeprefix('failed: ')}"
+            now.outcome, now.reason = "failed", f"no plan: {error.message}"
             return
         planned = self._planned.result()
-        answer = planned.answer
+        answer, ready = planned.answer, planned.prepared
         now.plan_ms, now.loop = answer.plan_s * 1000, answer.loop
         now.predicted_before, now.predicted_after = answer.before, answer.after
-        if len(set(texts)) > 1:
-            other = next(i for i, text in enumerate(texts) if text != mine)
-            now.outcome = "refused"
-            now.reason = f"processes planned differently (digest {mine[:12]}… here, {texts[other][:12]}… on {other})"
-            return
         now.reason = answer.sentence
-        if planned.moves is None:
+        if planned.order is None:
             now.outcome = "kept"
             return
-        now.outcome, now.experts = "moving", planned.moves.experts
-        now.bytes, now.max_rank_bytes = planned.moves.bytes, int(planned.moves.received_R.max())
-        self._ready, self._at, self._timed = planned, 0, []
+        if self._tell is not None:
+            digests = self._tell("experts.prepare", planned.order)
+            other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+            if other is not None:
+                now.outcome = "refused"
+                now.reason = (
+                    f"the moves differ between processes: digest {digests[0][:12]}… on rank 0, "
+                    f"{digests[other][:12]}… on rank {other}"
+                )
+                return
+            ready = self._site.ready
+        assert ready is not None
+        now.outcome, now.experts = "moving", ready.moves.experts
+        now.bytes, now.max_rank_bytes = ready.moves.bytes, int(ready.moves.received_R.max())
+        self._ready, self._at, self._moved_last = ready, 0, now
         self._state = "move"
 
     # ---------------------------------------------------------------- move
 
     def _move(self, step: int) -> None:
         """Launch this step's pieces, and the switch of the layers that are complete with them."""
-        planned, now = self._ready, self.log[-1]
-        assert planned is not None and planned.moves is not None
-        part, table = planned.moves.steps[self._at], planned.tables[self._at]
+        ready, now, index = self._ready, self.log[-1], self._at
+        assert ready is not None
+        table = ready.tables[index]
         if table is not None:
-            slot_LRS = planned.moves.after[self._at]
+            slot_LRS = ready.moves.after[index]
             for meter in self._watch.record.meters:
                 meter.use(table.epoch, slot_LRS)
             self._watch.slot_LRS = slot_LRS
-        received: dict[int, int] = {}
-        for layer in part:
-            for piece in layer.pieces:
-                if piece.received:
-                    rank = piece.dst // self._mesh.table.placement.slots_per_rank
-                    received[rank] = received.get(rank, 0) + piece.hi - piece.lo
-        now.max_step_bytes = max(now.max_step_bytes, *received.values(), 0)
+        now.max_step_bytes = max(now.max_step_bytes, ready.moves.most[index])
         now.move_steps += 1
-
-        def work() -> None:
-            began = self._clock()
-            self._mover.run(part)
-            if table is not None:
-                self._mesh.switch(table)
-                self._watch.epoch = table.epoch
-            self._timed.append((began, self._clock()))
-
-        self._lane.launch(work)
+        if self._tell is not None:
+            self._tell("experts.run", index)
+        else:
+            self._lane.launch(lambda: self._site.run(index))
         self._at += 1
-        if self._at == len(planned.moves.steps):
+        if self._at == len(ready.moves.steps):
             assert table is not None
             now.outcome, now.done_step = "moved", step
             self.span.restart(table.epoch)
             self._state, self._ready = "idle", None
-
-    def _clock(self) -> Any:
-        if not self._device.startswith("cuda"):
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -22,6 +22,7 @@ from deepinfer_engine.model.ced import CedModel
 from deepinfer_engine.runtime.batch import Batch, RowInput, build_batch
 from deepinfer_engine.runtime.expert_watch import ExpertWatch
 from deepinfer_engine.runtime.lane import Lane
+from deepinfer_engine.runtime.move_site import MoveSite
 from deepinfer_engine.sample.sampler import Draws, Sampler
 from deepinfer_engine.types import Move, Sequence, StepPlan, TokenLogprob
 
@@ -93,6 +94,8 @@ class Runner:
         self.sampler = Sampler(ops, model.config.vocab_size, device)
         #: what may be asked of every process between two steps, by name; runs on the lane
         self.commands: dict[str, Callable[[Any], Any]] = {}
+        #: what moves this process's experts, where they may move
+        self.site: MoveSite | None = None
 
     def forward(
         self,
@@ -152,7 +155,7 @@ class Runner:
                 out = self.model.forward(batch, self.kv, self.ops, self.mesh, past_cut=past_cut)
             flight.logits, flight.load_LE = out.logits, out.load_LE
             if self.watch is not None:
-                self.watch.add(out.load_LE, tokens)
+                self.watch.add(out.load_LE, tokens, self.mesh.table.epoch)
             flight.moved += self._move(plan.after)
 
         flight.launched.append(self.lane.launch(work))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -132,28 +131,18 @@ def test_a_plan_that_does_not_pay_is_not_executed(model: Path):
     assert "keep the old plan" in entry.reason and "< cost" in entry.reason
 
 
-class Disagreeing:
-    """A second process that planned something else."""
-
-    processes = 2
-
-    def gather(self, text: str) -> list[str]:
-        return [text, text and "0" * 64]
-
-    def total(self, values: np.ndarray) -> np.ndarray:
-        return values * 2
-
-
-def test_processes_that_planned_differently_change_nothing_and_say_so(model: Path):
+def test_processes_that_work_out_other_moves_change_nothing_and_say_so(model: Path):
     with open_engine(model, "eplb.period_steps=16") as engine:
         wait_for_plans(engine)
         assert engine._rebalancer is not None
-        engine._rebalancer._peers = Disagreeing()
+        site = engine._rebalancer._site
+        # a second process whose slots are not what they are here
+        engine._rebalancer._tell = lambda name, order: [site.prepare(order).digest, "0" * 64]
         slots = engine.runner.mesh.placement.slots_LRS
         engine.generate(work())
         assert (engine.runner.mesh.placement.slots_LRS == slots).all()
         entry = engine.rebalances[0]
-    assert entry.outcome == "refused" and "planned differently" in entry.reason and "000000000000" in entry.reason
+    assert entry.outcome == "refused" and "moves differ" in entry.reason and "000000000000… on rank 1" in entry.reason
 
 
 def test_a_planner_that_dies_leaves_the_placement_and_is_started_again(model: Path):
