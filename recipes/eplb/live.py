@@ -38,7 +38,7 @@ from deepinfer_engine.types import Completion, Request, SamplingParams
 
 PHASES = ("sums", "json", "look-ups", "words")
 #: characters of a question: longer look-ups would make all others wait for their prompts
-LONGEST = 600
+LONGEST = 400
 
 
 def prompts(engine: Engine, phase: str, seed: int) -> Iterator[tuple[int, ...]]:

@@ -27,6 +27,9 @@ from deepinfer_engine.errors import DeepInferError, NotReadyError
 
 #: below the steps of the engine, where both want the same core
 _NICE = 10
+#: newest part of the window that a plan is judged on and not made from, and the steps below which none is spared: what
+#: a plan promises on its own window is far better than what it keeps
+_HELD_OUT, _LEAST_STEPS = 0.2, 10
 
 
 def main() -> None:
@@ -75,7 +78,8 @@ def answer(
     )
     economics = Economics(**head["economics"])
     settings = PlanSettings(move_price=head["move_price"])
-    outcome = run_job(Job(stats, old=old, settings=settings, economics=economics, ladder=False), loops)
+    held = _HELD_OUT if stats.without_idle()[0].steps >= _LEAST_STEPS else 0.0
+    outcome = run_job(Job(stats, old=old, settings=settings, economics=economics, holdout=held, ladder=False), loops)
     report = outcome.report
     after = report.windows.get("holdout", report.windows["train"])
     shown = [(row.before, row.holdout if row.holdout is not None else row.train) for row in report.layers]
