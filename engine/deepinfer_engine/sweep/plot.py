@@ -37,6 +37,8 @@ _MOST_LINES = 14
 _MOST_TICKS = 8
 #: Values this far apart (another machine, another model) cannot be read off one linear axis.
 _MOST_SPAN = 50
+#: Room beyond the outermost point, so that its mark is whole.
+_MARGIN = 1.05
 _DPI = 120
 
 
@@ -182,9 +184,11 @@ def _dress(ax: Axes, plot: Plot, series: Sequence[Series], x: str, y: str) -> No
     _scale(ax, plot, series)
     if plot.y_scale == "linear" and plot.kind != "gain":
         # bars of few repeats may be many times the value: they leave the picture, the points must not shrink to a line
-        ax.set_ylim(0.0, min(ax.get_ylim()[1], 2 * max(p.y.mean for s in series for p in s.points)))
+        highest = max(p.y.mean for s in series for p in s.points)
+        ax.set_ylim(0.0, min(max(ax.get_ylim()[1], _MARGIN * highest), 2 * highest))
     if plot.x_scale == "linear":
-        ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
+        low, high = ax.get_xlim()
+        ax.set_xlim(min(0.0, low), max(high, _MARGIN * max(p.x for s in series for p in s.points)))
     ax.set_title(plot.title, fontsize=11)
     ax.set_xlabel(x)
     ax.set_ylabel(y)
