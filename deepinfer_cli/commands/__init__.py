@@ -22,6 +22,7 @@ class Verb(NamedTuple):
 VERBS: tuple[Verb, ...] = (
     Verb("run", "deepinfer_cli.commands.run", "Answer prompts with the embedded engine."),
     Verb("chat", "deepinfer_cli.commands.chat", "Converse with the embedded engine in the terminal."),
+    Verb("bench", "deepinfer_cli.commands.bench", "Measure speed: our engine, single forwards, or any endpoint."),
     Verb("eval", "deepinfer_cli.commands.eval", "Measure accuracy on our engine or on any endpoint."),
     Verb("sweep", "deepinfer_cli.commands.sweep", "Measure a grid of settings: rows, pictures, comparisons."),
     Verb("inspect", "deepinfer_cli.commands.inspect", "Layer plan, sizes and digests of a checkpoint or config."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,8 +12,9 @@ import typer
 
 from deepinfer_cli import options, render
 from deepinfer_cli.commands import eval_output
+from deepinfer_cli.endpoint_access import api_key, body_keys, named_endpoint
 from deepinfer_cli.options import OutputFormat
-from deepinfer_engine.errors import CheckFailed, Interrupted, NotReadyError, PartialFailure, UsageError
+from deepinfer_engine.errors import CheckFailed, Interrupted, PartialFailure, UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.config.profile import LoadedProfile
@@ -335,43 +335,23 @@ def launched(loaded: LoadedProfile, plan: Plan, ask: Ask) -> Answerer:
 
 
 def _endpoint(ask: Ask, plan: Plan) -> EndpointBackend:
-    from deepinfer_engine.config.strict_json import parse_json
-    from deepinfer_engine.evals.client import Client, Endpoint, check_url
     from deepinfer_engine.evals.endpoint import EndpointBackend
+    from deepinfer_engine.remote.client import Client
 
-    extra: dict[str, Any] = {}
-    for text in ask.body:
-        key, equals, value = text.partition("=")
-        try:
-            extra[key] = parse_json(value)
-        except ValueError as exc:
-            raise UsageError(f"--body {text}: {exc}", hint='write KEY=JSON, such as top_k=20 or user="me"') from None
-        if not equals or not key or key in ("messages", "n", "stream", "seed", "model"):
-            raise UsageError(f"--body {text}: this key cannot be set")
+    extra = body_keys(ask.body, ("messages", "n", "stream", "seed", "model"))
     assert ask.endpoint is not None
-    target = Endpoint(check_url(ask.endpoint), ask.endpoint_model or "", _key(ask.api_key_env), ask.timeout_s)
-    if not target.model:
-        target = replace(target, model=Client(target).only_model())
+    target = named_endpoint(ask.endpoint, ask.endpoint_model, ask.api_key_env, ask.timeout_s)
     return EndpointBackend(Client(target), plan.sampling, concurrency=ask.concurrency, extra=extra)
 
 
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    value = os.environ.get(variable)
-    if not value:
-        raise NotReadyError(f"the environment variable {variable} is not set", hint=f"export {variable}=…")
-    return value
-
-
 def _job(ask: Ask, loaded: LoadedTask, items: ItemSet, plan: Plan) -> Job:
-    from deepinfer_engine.evals.client import Client, Endpoint, check_url
     from deepinfer_engine.evals.judge import Judge
     from deepinfer_engine.evals.run import Job
+    from deepinfer_engine.remote.client import Client, Endpoint, check_url
 
     judge = None
     if ask.judge is not None:
-        target = Endpoint(check_url(ask.judge), ask.judge_model or "", _key(ask.judge_key_env), ask.timeout_s)
+        target = Endpoint(check_url(ask.judge), ask.judge_model or "", api_key(ask.judge_key_env), ask.timeout_s)
         if not target.model:
             raise UsageError("--judge needs --judge-model", hint="the result names the judge")
         judge = Judge(Client(target))

@@ -267,6 +267,12 @@ class Engine:
             self._gather(watch)
         return watch.balance()
 
+    def restart_balance(self) -> None:
+        """Let ``balance`` speak of the steps from here on."""
+        if self.runner.watch is not None:
+            self._gather(self.runner.watch)
+            self.runner.watch.meter.restart()
+
     def expert_stats(self) -> ExpertStats:
         """Tokens per step, layer and expert, the newest ``recordable_steps``; for an engine opened to record them."""
         watch = self.runner.watch

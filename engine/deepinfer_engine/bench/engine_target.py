@@ -13,8 +13,9 @@ from deepinfer_engine.bench.metrics import Value
 from deepinfer_engine.bench.result import host_hardware
 from deepinfer_engine.bench.run import Chunk, Ended, TargetFacts
 from deepinfer_engine.bench.workload import PlannedRequest, Workload
+from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.profile import LoadedProfile, load_profile
-from deepinfer_engine.config.schema import leaves
+from deepinfer_engine.config.schema import Profile, leaves
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import CapacityError
 from deepinfer_engine.launch import Launch, prepare
@@ -79,13 +80,7 @@ class EngineTarget:
         )
 
     def check(self, workload: Workload) -> None:
-        context = min(self.engine.profile.sched.max_context_tokens, self.engine.config.max_position_embeddings)
-        if workload.longest() > context:
-            raise CapacityError(
-                f"workload {workload.name}: its longest request needs {workload.longest()} tokens, the context holds "
-                f"{context}",
-                hint="raise sched.max_context_tokens, or lower load.input_tokens or load.max_input_tokens",
-            )
+        check_context(workload, self.engine.profile, self.engine.config)
 
     def prepare(self, workload: Workload, request: PlannedRequest, salt: int) -> Any:
         self._sampling = {
@@ -116,12 +111,24 @@ class EngineTarget:
 
     def begin(self) -> None:
         self._times = _Marks(self.engine)
+        self.engine.restart_balance()
 
-    def counters(self) -> dict[str, Value]:
+    def counters(self) -> tuple[dict[str, Value], dict[str, str]]:
         return self._times.since()
 
     def close(self) -> None:
         self.engine.close()
+
+
+def check_context(workload: Workload, profile: Profile, config: ModelConfig) -> None:
+    """Refuse (CapacityError) a workload whose longest request exceeds the context."""
+    context = min(profile.sched.max_context_tokens, config.max_position_embeddings)
+    if workload.longest() > context:
+        raise CapacityError(
+            f"workload {workload.name}: its longest request needs {workload.longest()} tokens, the context holds "
+            f"{context}",
+            hint="raise sched.max_context_tokens, or lower load.input_tokens or load.max_input_tokens",
+        )
 
 
 class _Marks:
@@ -132,14 +139,19 @@ class _Marks:
         self._steps = engine.steps
         self._preemptions = engine.scheduler.preemptions
 
-    def since(self) -> dict[str, Value]:
+    def since(self) -> tuple[dict[str, Value], dict[str, str]]:
         engine = self._engine
         steps = engine.steps - self._steps
         out: dict[str, Value] = {"steps": steps, "preemptions": engine.scheduler.preemptions - self._preemptions}
         for name in ("schedule", "build", "post", "run"):
             kept = list(getattr(engine.times, f"{name}_ms"))[-steps:] if steps else []
             out[f"step_{name}_mean_ms"] = float(np.mean(kept)) if kept else None
-        return out
+        balance = engine.balance(now=True)
+        why = "one rank: there is nothing to balance" if balance is None else "no token was routed to an expert"
+        for name in ("moe_lb", "moe_lb_step"):
+            out[name] = None if balance is None else getattr(balance, name)
+        idle = {key: "no step ran" if key.startswith("step_") else why for key, value in out.items() if value is None}
+        return out, idle
 
 
 def usable_ids(engine: Engine) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from deepinfer_engine import __version__
 from deepinfer_engine.bench.metrics import RequestRow, Value, failures
+from deepinfer_engine.bench.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Meta:
     workload_digest: str
     seed: int
     salt: int
-    target: Mapping[str, Any]
+    target: dict[str, Any]
     profile_name: str | None
     profile_digest: str | None
     profile: Mapping[str, Any]
@@ -37,6 +38,20 @@ class Meta:
     started: str
     tool_version: str = __version__
     recipe: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a target says about itself: the result's meta, and the GPU count its profile states."""
+
+    identity: dict[str, Any]
+    profile_name: str | None
+    profile_digest: str | None
+    profile: dict[str, Any]
+    hardware: dict[str, Any]
+    gpus: int | None
+    gpus_reason: str
+    persistent_cache: bool
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,25 @@ class BenchResult:
             "cache": meta.recipe.get("cache"),
             **self.summary,
         }
+
+
+def meta_of(workload: Workload, facts: TargetFacts, *, salt: int, started: str) -> Meta:
+    """The meta of a measurement made here."""
+    return Meta(
+        kind="measured",
+        workload=workload.name,
+        workload_digest=workload.digest,
+        seed=workload.seed,
+        salt=salt,
+        target=dict(facts.identity),
+        profile_name=facts.profile_name,
+        profile_digest=facts.profile_digest,
+        profile=facts.profile,
+        hardware=facts.hardware,
+        commit=source_commit(),
+        started=started,
+        recipe=workload.recipe,
+    )
 
 
 def now_utc() -> str:

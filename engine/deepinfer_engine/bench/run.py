@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from deepinfer_engine.bench.metrics import RequestRow, RunFacts, Value, summarise
-from deepinfer_engine.bench.result import BenchResult, Meta, now_utc, source_commit
+from deepinfer_engine.bench.result import BenchResult, TargetFacts, meta_of, now_utc
 from deepinfer_engine.bench.schedule import Schedule
 from deepinfer_engine.bench.workload import PlannedRequest, Workload
 
@@ -51,20 +51,6 @@ class Ended:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a target says about itself: the result's meta, and the GPU count its profile states."""
-
-    identity: dict[str, Any]
-    profile_name: str | None
-    profile_digest: str | None
-    profile: dict[str, Any]
-    hardware: dict[str, Any]
-    gpus: int | None
-    gpus_reason: str
-    persistent_cache: bool
-
-
 class Target(Protocol):
     """Something that answers. One caller; times are ``time.perf_counter``."""
 
@@ -92,8 +78,8 @@ class Target(Protocol):
         """End everything in flight; the last events, an ``Ended`` for each."""
         ...
 
-    def counters(self) -> dict[str, Value]:
-        """Values of the run that requests do not carry; called after it, counted from ``begin``."""
+    def counters(self) -> tuple[dict[str, Value], dict[str, str]]:
+        """Values of the run that requests do not carry, counted from ``begin``, and why some of them are None."""
         ...
 
     def begin(self) -> None:
@@ -142,8 +128,9 @@ def run_bench(
         salt = secrets.randbits(63) if facts.persistent_cache else _next_run(target)
     started = now_utc()
     counters: dict[str, Value] = {}
+    reasons: dict[str, str] = {}
     rows = [_unsent(r) for r in workload.requests]
-    with _Interrupts() as stop:
+    with Interrupts() as stop:
 
         def play(requests: Sequence[PlannedRequest], phase: Phase) -> _Pass:
             one = _Pass(target, requests, workload.concurrency, phase, report, stop)
@@ -157,7 +144,7 @@ def run_bench(
         if not stop.is_set():
             target.begin()
             rows = play(workload.requests, "measure").rows()
-            counters = target.counters()
+            counters, reasons = target.counters()
         interrupted = stop.is_set()
     run = RunFacts(
         concurrency=workload.concurrency,
@@ -166,28 +153,15 @@ def run_bench(
         gpus_reason=facts.gpus_reason,
         closed=workload.arrivals.mode == "closed",
         extra=counters,
+        reasons=reasons,
     )
     summary = summarise(rows, run)
-    meta = Meta(
-        kind="measured",
-        workload=workload.name,
-        workload_digest=workload.digest,
-        seed=workload.seed,
-        salt=salt,
-        target=facts.identity,
-        profile_name=facts.profile_name,
-        profile_digest=facts.profile_digest,
-        profile=facts.profile,
-        hardware=facts.hardware,
-        commit=source_commit(),
-        started=started,
-        recipe=workload.recipe,
-    )
+    meta = meta_of(workload, facts, salt=salt, started=started)
     status = "interrupted" if interrupted else "complete"
     return BenchResult(summary.values, rows, meta, summary.undefined, status)
 
 
-class _Interrupts:
+class Interrupts:
     """While it lasts, the first SIGINT of the main thread sets the event; the next one is a ``KeyboardInterrupt``."""
 
     def __init__(self) -> None:
@@ -304,6 +278,8 @@ class _Pass:
         end = self._ends.get(index)
         if end is None:  # a target that could not tell how it ended
             return replace(base, status="cancelled", submitted_s=self._submitted[index], chunks=chunks)
+        if end.output_tokens == len(chunks) and all(n is None for _, n in chunks):
+            chunks = tuple((at, 1) for at, _ in chunks)  # as many chunks as tokens: one in each
         kept = {name: getattr(end, name) for name in _CARRIED}
         return replace(
             base,

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from deepinfer_engine.evals.backend import Reply
-from deepinfer_engine.evals.client import Client, RequestFailed
 from deepinfer_engine.evals.prompt import Prompt
 from deepinfer_engine.evals.task import Sampling
 from deepinfer_engine.evals.workers import Workers
+from deepinfer_engine.remote.client import Client, RequestFailed
 
 
 class EndpointBackend:

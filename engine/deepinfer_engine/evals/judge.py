@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_engine.config.strict_json import parse_json
-from deepinfer_engine.evals.client import Client, RequestFailed
 from deepinfer_engine.evals.grade import Grade
 from deepinfer_engine.evals.prompt import Prompt
+from deepinfer_engine.remote.client import Client, RequestFailed
 
 #: Changing this text changes results, so it is part of a run's identity.
 INSTRUCTIONS = """\

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
-from deepinfer_engine.evals.client import Client, Endpoint, check_url
 from deepinfer_engine.evals.endpoint import EndpointBackend
 from deepinfer_engine.evals.items import Item, ItemSet
 from deepinfer_engine.evals.judge import Judge
@@ -26,6 +25,7 @@ from deepinfer_engine.evals.report import compared, document, summary_of
 from deepinfer_engine.evals.run import Job, run
 from deepinfer_engine.evals.score import Sample
 from deepinfer_engine.evals.task import LoadedTask, Sampling, find_task
+from deepinfer_engine.remote.client import Client, Endpoint, check_url
 from tests.engine.evals.scripted_endpoint import Script, Turn, serving
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -137,7 +137,7 @@ class Client:
     def _status_error(self, exc: urllib.error.HTTPError) -> DeepInferError | _Retry:
         with exc:
             text = exc.read(2000).decode("utf-8", "replace")
-        message = f"status {exc.code}: {printable(_detail(text) or exc.reason, 300)}"
+        message = f"status {exc.code}: {printable(error_detail(text) or exc.reason, 300)}"
         if exc.code in RETRIED:
             return _Retry(message, after_s=_retry_after(exc.headers.get("Retry-After")))
         if exc.code in _FATAL:
@@ -170,7 +170,7 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _detail(text: str) -> str:
+def error_detail(text: str) -> str:
     """The sentence inside an error body of the usual form, or its first line."""
     try:
         value = json.loads(text)

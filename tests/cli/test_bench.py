@@ -1,0 +1,119 @@
+"""``deepinfer bench``: exit codes, forms of a result, what is refused, and a small run of the embedded model."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepinfer_cli.main import main
+from tests.engine.bench.scripted_stream import Turn, serving
+
+HELP = Path(__file__).parent / "texts" / "help_bench.txt"
+Cli = Callable[..., tuple[int, str, str]]
+TINY = ("--requests", "4", "--concurrency", "2", "-w", "load.input_tokens=12", "-w", "load.output_tokens=4")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["bench", *map(str, args)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_help_text_is_the_kept_one(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    """``COLUMNS=100 python -m deepinfer_cli bench --help > tests/cli/texts/help_bench.txt`` writes it anew."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli("--help")[1] == HELP.read_text(encoding="utf-8")
+
+
+def test_every_shipped_workload_is_listed_and_plans(cli: Cli):
+    code, out, _ = cli("--list", "--format", "json")
+    assert code == 0
+    names = [row["name"] for row in json.loads(out)["rows"]]
+    assert "cpu-nano-quick" in names and "agent-77k" in names
+    for name in names:
+        code, out, err = cli(name, "--dry-run", "--endpoint", "http://host:1/v1", "--format", "json")
+        assert code == 0, err
+        plan = {row["what"]: row["value"] for row in json.loads(out)["rows"]}
+        assert plan["workload"] == name and plan["requests"] > 0
+
+
+def test_dry_run_refuses_what_exceeds_the_context(cli: Cli):
+    code, _, err = cli("agent-77k", "--dry-run")
+    assert code == 3 and "94900 tokens, the context holds 16384" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ((), "no recipe given"),
+        (("cpu-nano-quik",), "nearest is 'cpu-nano-quick'"),
+        (("cpu-nano-quick", "-w", "arrivals.concurency=2"), "nearest is 'concurrency'"),
+        (("cpu-nano-quick", "-w", "requests=1", "--requests", "2"), "requests is set twice"),
+        (("cpu-nano-quick", "--interface", "chat"), "only with --endpoint"),
+        (("cpu-nano-quick", "--writer", "inferencex"), "only with --format json"),
+        (("cpu-nano-quick", "--format", "text"), "bench has no --format text"),
+        (("cpu-nano-quick", "--forward", "decode", "--rate", "2"), "not used by single forwards"),
+        (("cpu-nano-quick", "-w", "load.turns=4"), "load.turns goes with kind agent"),
+        (("cpu-nano-quick", "-w", "load.kind=azure"), "load.file is needed"),
+    ],
+)
+def test_what_is_refused_names_the_place(cli: Cli, args: tuple[str, ...], part: str):
+    code, out, err = cli(*args)
+    assert (code, out) == (2, "") and part in err
+
+
+def test_endpoint_failures_exit_5_and_the_rows_add_up(cli: Cli, tmp_path: Path):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "run.json"
+    with serving(lambda n, body: Turn(status=500) if n == 2 else Turn()) as server:
+        args = ("cpu-nano-quick", *TINY, "-w", "warmup.requests=0", "--endpoint", server.url)
+        code, _, err = cli(*args, "--format", "json", "--out", str(out), "--rows", str(rows))
+    assert code == 5 and "1 of 4 requests failed: http_500 1" in err
+    document = json.loads(out.read_text(), parse_constant=pytest.fail)
+    assert (document["num_prompts"], document["completed"], document["failed"]) == (4, 3, 1)
+    assert document["request_rate"] == "inf" and document["max_concurrency"] == 2
+    assert document["model_id"] == "scripted" and document["request_goodput"] is None
+    assert document["deepinfer"]["summary"]["completed"] == 3
+    assert document["deepinfer"]["meta"]["kind"] == "measured"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [r["status"] for r in lines].count("failed") == 1 and len(lines) == 4
+
+
+def test_gpus_come_from_the_named_profile_only(cli: Cli):
+    with serving(lambda n, body: Turn()) as server:
+        args = ("cpu-nano-quick", *TINY, "-w", "warmup.requests=0", "--endpoint", server.url, "--format", "json")
+        alone = json.loads(cli(*args)[1])["deepinfer"]
+        named = json.loads(cli(*args, "--profile", "decode-ep8")[1])["deepinfer"]
+    assert alone["summary"]["output_tok_s_gpu"] is None and "no profile" in alone["undefined"]["output_tok_s_gpu"]
+    assert named["summary"]["gpus"] == 8
+    assert named["summary"]["output_tok_s_gpu"] == pytest.approx(named["summary"]["output_tok_s"] / 8)
+
+
+def test_the_embedded_model_in_every_form(cli: Cli):
+    args = ("cpu-nano-quick", *TINY, "-w", "warmup.requests=1", "--quiet")
+    code, out, _ = cli(*args, "--format", "csv")
+    assert code == 0
+    (row,) = csv.DictReader(out.splitlines())
+    assert (row["completed"], row["output_tokens"], row["profile"], row["gpus"]) == ("4", "16", "cpu-nano", "")
+    assert float(row["queued_share_of_ttft"]) < 1
+    code, out, _ = cli(*args)
+    assert code == 0 and "4 completed" in out and "profile cpu-nano names no GPU" in out
+
+
+@pytest.mark.parametrize(("phase", "rate"), [("prefill", "input_tok_s"), ("decode", "output_tok_s")])
+def test_single_forwards(cli: Cli, phase: str, rate: str):
+    code, out, _ = cli("cpu-nano-quick", *TINY, "-w", "load.spread=0.0", "--forward", phase, "--format", "json", "-q")
+    assert code == 0
+    s = json.loads(out)["deepinfer"]["summary"]
+    assert s["completed"] == 4 and s[rate] > 0
+    assert s["forwards"] == (4 if phase == "prefill" else 2 * 4)
+    assert s["forward_tokens_mean"] == (12 if phase == "prefill" else 2)
+    assert (s["tpot_mean_ms"] is None) == (phase == "prefill")
+    assert s["duration_s"] == pytest.approx(s["forwards"] * s["forward_mean_ms"] / 1e3)
