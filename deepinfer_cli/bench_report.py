@@ -7,6 +7,7 @@ import io
 import sys
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
@@ -14,6 +15,7 @@ from deepinfer_cli.options import OutputFormat
 from deepinfer_cli.render import Cell
 
 if TYPE_CHECKING:
+    from deepinfer_engine.bench.curve import MeasuredCurve
     from deepinfer_engine.bench.result import BenchResult
     from deepinfer_engine.bench.run import Progress
     from deepinfer_engine.bench.workload import Workload
@@ -168,6 +170,29 @@ def _families(keys: list[str]) -> str:
         if key not in out:
             out.append(key)
     return ", ".join(out)
+
+
+def curve_text(curve: MeasuredCurve, form: OutputFormat) -> str:
+    """A step-time curve: a table of rows by tokens a row (median ms), or its points."""
+    points = [{**asdict(p), "tokens": p.tokens} for p in curve.points]
+    if form is OutputFormat.json:
+        content = {"meta": curve.meta, "rounds": curve.rounds, "points": points}
+        return render.json_text(render.document("step-curve", content))
+    if form is not OutputFormat.table:
+        columns = list(points[0])
+        return render.rows_text(form, "step-curve", columns, [[p[c] for c in columns] for p in points])
+    widths = sorted({p.tokens_per_row for p in curve.points})
+    table: dict[int, dict[int, float]] = defaultdict(dict)
+    for p in curve.points:
+        table[p.rows][p.tokens_per_row] = p.median_ms
+    rows = [(r, *(_cell(at[w]) for w in widths)) for r, at in table.items()]
+    meta = curve.meta
+    head = (
+        f"step time in ms, {meta['kind']}: profile {meta['profile']} on {meta['hardware']['name']}, commit "
+        f"{meta['commit'] or 'unknown'}, {meta['context_tokens']} tokens of context, median of {curve.rounds} rounds\n"
+        "forward passes with logits of every token; drawing, drafting and planning are not in it\n\n"
+    )
+    return head + render.table(("rows", *(f"{w} tok/row" for w in widths)), rows)
 
 
 def workload_rows(workload: Workload) -> list[tuple[str, Cell]]:

@@ -15,6 +15,7 @@ from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import Interrupted, PartialFailure, UsageError
 
 if TYPE_CHECKING:
+    from deepinfer_engine.bench.engine_target import EngineTarget
     from deepinfer_engine.bench.result import BenchResult
     from deepinfer_engine.bench.workload import Workload
 
@@ -102,6 +103,9 @@ def command(
     ] = None,
     detailed: Annotated[bool, typer.Option("--detailed", help="JSON: arrays with a value for every request.")] = False,
     writer: Annotated[Writer, typer.Option("--writer", help="JSON: whose keys.")] = Writer.vllm,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Measure step time by rows and tokens a row instead; no recipe.")
+    ] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped workloads.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run; load and ask nothing.")] = False,
     format: options.Format = OutputFormat.table,
@@ -123,6 +127,7 @@ def command(
       deepinfer bench chat-random --profile h200x1-nano --concurrency 64 --format json --out run.json
       deepinfer bench chat-random --rate 2 -w arrivals.burstiness=0.5 --rows requests.jsonl
       deepinfer bench decode-fixed --forward decode --concurrency 16
+      deepinfer bench --curve --concurrency 16
       deepinfer bench agent-77k --endpoint http://host:8000/v1 --profile decode-ep64
       deepinfer bench azure-conv -w arrivals.mode=trace -w arrivals.speed=0.1
     """
@@ -132,6 +137,11 @@ def command(
     options.accept(format, *bench_report.FORMATS, verb="bench")
     given = {n for n in ctx.params if (s := ctx.get_parameter_source(n)) is not None and s.name == "COMMANDLINE"}
     _refuse_idle(given, endpoint=endpoint, forward=forward, format=format, writer=writer, interface=interface)
+    if curve:
+        _refuse_beside_curve(given, recipe)
+        ask = Ask(profile, tuple(set_ or ()), model, None, None, quiet, named_profile=True)
+        render.deliver(_curve(ask, concurrency, format), out)
+        return
     if recipe is None:
         raise UsageError("no recipe given", hint="deepinfer bench cpu-nano-quick, or --list")
     from deepinfer_engine.bench.workload import load_workload
@@ -202,6 +212,33 @@ def _refuse_idle(
             raise UsageError(f"--{name.rstrip('_').replace('_', '-')} is {why}")
 
 
+_WITH_CURVE = {"curve", "profile", "model", "set_", "concurrency", "format", "out", "quiet"}
+
+
+def _refuse_beside_curve(given: set[str], recipe: str | None) -> None:
+    if recipe is not None:
+        raise UsageError(f"--curve runs no recipe, {recipe!r} is given")
+    for name in sorted(given - _WITH_CURVE):
+        raise UsageError(f"--{name.rstrip('_').replace('_', '-')} is not used by --curve")
+
+
+def _curve(ask: Ask, rows: int | None, form: OutputFormat) -> str:
+    """The measured step-time curve, rows up to the given number or the profile's."""
+    from deepinfer_engine.runtime.threads import set_thread_defaults
+
+    set_thread_defaults(rows or 2)
+    from deepinfer_engine.bench.curve import measure_step_curve
+
+    target = _open(ask)
+    live = bench_report.LiveLine(quiet=ask.quiet)
+    try:
+        measured = measure_step_curve(target, max_rows=rows, progress=live)
+    finally:
+        live.end()
+        target.close()
+    return bench_report.curve_text(measured, form)
+
+
 def _sets(given: list[str], requests: int | None, concurrency: int | None, rate: float | None) -> list[str]:
     """Overrides of the recipe, short forms last; one key is set once."""
     out = list(given)
@@ -258,14 +295,10 @@ def _dry_run(workload: Workload, ask: Ask, endpoint: str | None, form: OutputFor
     render.deliver(render.rows_text(form, "bench-plan", ("what", "value"), rows), out)
 
 
-def _measure_engine(workload: Workload, ask: Ask) -> BenchResult:
-    from deepinfer_engine.runtime.threads import set_thread_defaults
-
-    set_thread_defaults(workload.concurrency or len(workload.requests))  # before torch is imported
-    from deepinfer_cli.announce import closing_notes, launch_notes, load_notes
+def _open(ask: Ask) -> EngineTarget:
+    """The engine under the asked profile; what differs from the request is said before loading."""
+    from deepinfer_cli.announce import launch_notes, load_notes
     from deepinfer_engine.bench.engine_target import EngineTarget
-    from deepinfer_engine.bench.forward import run_forward
-    from deepinfer_engine.bench.run import run_bench
 
     with render.progress("loading", quiet=ask.quiet) as advance:
         target = EngineTarget.open(
@@ -276,6 +309,18 @@ def _measure_engine(workload: Workload, ask: Ask) -> BenchResult:
             announce=lambda launch: launch_notes(launch, quiet=ask.quiet),
         )
     load_notes(target.engine, quiet=ask.quiet)
+    return target
+
+
+def _measure_engine(workload: Workload, ask: Ask) -> BenchResult:
+    from deepinfer_engine.runtime.threads import set_thread_defaults
+
+    set_thread_defaults(workload.concurrency or len(workload.requests))  # before torch is imported
+    from deepinfer_cli.announce import closing_notes
+    from deepinfer_engine.bench.forward import run_forward
+    from deepinfer_engine.bench.run import run_bench
+
+    target = _open(ask)
     live = bench_report.LiveLine(quiet=ask.quiet)
     try:
         if ask.forward is not None:

@@ -117,3 +117,14 @@ def test_single_forwards(cli: Cli, phase: str, rate: str):
     assert s["forward_tokens_mean"] == (12 if phase == "prefill" else 2)
     assert (s["tpot_mean_ms"] is None) == (phase == "prefill")
     assert s["duration_s"] == pytest.approx(s["forwards"] * s["forward_mean_ms"] / 1e3)
+
+
+def test_the_curve_has_a_point_for_every_load_and_rises(cli: Cli):
+    code, out, _ = cli("--curve", "--concurrency", "2", "--format", "json", "-q")
+    assert code == 0
+    points = json.loads(out)["points"]
+    assert [(p["rows"], p["tokens_per_row"]) for p in points] == [(r, t) for r in (1, 2) for t in (1, 2, 4, 6)]
+    assert all(p["min_ms"] <= p["median_ms"] <= p["max_ms"] for p in points)
+    fitted = [[p["fitted_ms"] for p in points if p["rows"] == r] for r in (1, 2)]
+    assert all(row == sorted(row) for row in fitted) and all(a <= b for a, b in zip(*fitted, strict=True))
+    assert cli("--curve", "cpu-nano-quick")[0] == 2 and cli("--curve", "--rate", "1")[0] == 2

@@ -17,7 +17,7 @@ from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.profile import LoadedProfile, load_profile
 from deepinfer_engine.config.schema import Profile, leaves
 from deepinfer_engine.engine import Engine
-from deepinfer_engine.errors import CapacityError
+from deepinfer_engine.errors import CapacityError, UsageError
 from deepinfer_engine.launch import Launch, prepare
 from deepinfer_engine.types import Completion, Request, SamplingParams
 
@@ -32,6 +32,8 @@ class EngineTarget:
         self._ids = usable_ids(engine)
         self._sampling: dict[str, Any] = {}
         self._times = _Marks(engine)
+        #: single forwards wrote over cached blocks: nothing may be found in this cache any more
+        self.overwritten = False
 
     @classmethod
     def open(
@@ -80,6 +82,8 @@ class EngineTarget:
         )
 
     def check(self, workload: Workload) -> None:
+        if self.overwritten and self.engine.profile.cache.prefix:
+            raise UsageError("single forwards have written over this engine's cache", hint="open a fresh one")
         check_context(workload, self.engine.profile, self.engine.config)
 
     def prepare(self, workload: Workload, request: PlannedRequest, salt: int) -> Any:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from deepinfer_engine.bench.engine_target import EngineTarget
+from deepinfer_engine.bench.engine_target import EngineTarget, check_context
 from deepinfer_engine.bench.metrics import RequestRow, RunFacts, Summary, summarise
 from deepinfer_engine.bench.result import BenchResult, meta_of, now_utc
 from deepinfer_engine.bench.run import Interrupts, Progress
@@ -42,8 +42,9 @@ def run_forward(
 
     Raises ``UsageError`` for a workload without concurrency in decode, ``CapacityError`` when its rows do not fit.
     """
-    target.check(workload)
+    check_context(workload, target.engine.profile, target.engine.config)
     lane = _Lane(target, workload)
+    target.overwritten = True
     rows_at_once = 1 if phase == "prefill" else workload.concurrency
     if rows_at_once is None:
         raise UsageError("--forward decode needs a number of rows", hint="--concurrency N")
@@ -125,16 +126,32 @@ class _Lane:
         for request in group:
             (seq,) = self._sequences([request])
             start_s = clock.now_s if clock else 0.0
-            self._prompt(seq, clock)
+            for start in range(0, seq.num_prompt, self._chunk):
+                self._forward([(seq, start, min(self._chunk, seq.num_prompt - start))], "prefill", clock)
             if clock is not None:
                 out.append(_row(request, start_s, [clock.now_s]))
         return out
 
+    def _prompts(self, seqs: Sequence[Row]) -> None:
+        """Compute all prompts, as many in a forward as a chunk holds; nothing counts."""
+        parts: list[tuple[Row, int, int]] = []
+        room = self._chunk
+        for seq in seqs:
+            start = 0
+            while start < seq.num_prompt:
+                count = min(room, seq.num_prompt - start)
+                parts.append((seq, start, count))
+                start, room = start + count, room - count
+                if not room:
+                    self._forward(parts, "prefill", None)
+                    parts, room = [], self._chunk
+        if parts:
+            self._forward(parts, "prefill", None)
+
     def decode(self, group: Sequence[PlannedRequest], clock: _Clock, stop: threading.Event) -> list[RequestRow]:
         """Prompts first, then one token a row and forward; [] when it was stopped before its end."""
         seqs = self._sequences(group)
-        for seq in seqs:
-            self._prompt(seq, None)
+        self._prompts(seqs)
         start_s = clock.now_s
         times: list[list[float]] = [[] for _ in group]
         for step in range(max(r.output_tokens for r in group)):
@@ -162,10 +179,6 @@ class _Lane:
             seq.state = "running"
             out.append(seq)
         return out
-
-    def _prompt(self, seq: Row, clock: _Clock | None) -> None:
-        for start in range(0, seq.num_prompt, self._chunk):
-            self._forward([(seq, start, min(self._chunk, seq.num_prompt - start))], "prefill", clock)
 
     def _forward(
         self, parts: Sequence[tuple[Row, int, int]], kind: Literal["prefill", "decode"], clock: _Clock | None

@@ -33,7 +33,7 @@ def test_counts_and_times_of_whole_answers(workload_of):
     assert (s["requests"], s["completed"], s["failed"]) == (6, 6, 0)
     assert (s["input_tokens"], s["output_tokens"]) == (42, 24)
     assert s["ttft_min_ms"] >= 50 and s["itl_chunk_min_ms"] >= 10
-    assert s["tpot_median_ms"] == pytest.approx(s["itl_chunk_mean_ms"], rel=0.5)
+    assert s["tpot_mean_ms"] == pytest.approx(s["itl_chunk_mean_ms"])  # as many gaps in every answer
     assert s["tokens_per_chunk"] == 1 and s["itl_token_mean_ms"] == pytest.approx(s["itl_chunk_mean_ms"])
     assert s["cache_hit_share"] == pytest.approx(3 / 7)
     assert server.most_in_flight == 2
@@ -65,7 +65,7 @@ FAILURES = {
     "malformed_stream": Turn(raw=b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}\n\n'),
     "error_in_stream": Turn(raw=event({"error": {"message": "out of memory"}})),
     "empty_answer": Turn(tokens=0),
-    "timeout": Turn(wait_s=3.0),
+    "timeout": Turn(wait_s=20.0),
 }
 
 
@@ -73,7 +73,7 @@ def test_every_failure_is_counted_under_its_name(workload_of):
     kinds = list(FAILURES)
     script = lambda n, body: FAILURES[kinds[n]] if n < len(kinds) else Turn()  # noqa: E731
     with serving(script) as server:
-        result = measure(server, workload_of("requests=10", "arrivals.concurrency=1"), timeout_s=0.4)
+        result = measure(server, workload_of("requests=10", "arrivals.concurrency=1"), timeout_s=1.5)
     s = result.summary
     assert result.failures == dict.fromkeys(kinds, 1)
     assert (s["completed"], s["failed"], s["cancelled"], s["unsent"]) == (2, 8, 0, 0)
@@ -214,6 +214,12 @@ def test_interrupt_keeps_what_ended_and_marks_the_rest(workload_of):
 
 def test_open_loop_does_not_wait_for_answers(workload_of):
     sets = ("arrivals.mode=open", "arrivals.rate_per_s=200", "arrivals.concurrency=null")
-    with serving(lambda n, body: Turn(wait_s=0.5)) as server:
-        result = measure(server, workload_of(*sets))
+
+    def script(number, body):
+        if number == 5:
+            server.released.set()  # the last one lets all of them answer
+        return Turn(wait_s=20.0)
+
+    with serving(script) as server:
+        result = measure(server, workload_of(*sets), timeout_s=30.0)
     assert server.most_in_flight == 6 and result.summary["max_submit_delay_ms"] is not None
