@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_counts_and_times_of_whole_answers(workload_of):
     turn = Turn(tokens=4, wait_s=0.05, gap_s=0.02, cached_tokens=3)
     with serving(lambda n, body: turn) as server:
         result = measure(server, workload_of())
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert (s["requests"], s["completed"], s["failed"]) == (6, 6, 0)
     assert (s["input_tokens"], s["output_tokens"]) == (42, 24)
     assert s["ttft_min_ms"] >= 50 and s["itl_chunk_min_ms"] >= 10
@@ -74,7 +75,7 @@ def test_every_failure_is_counted_under_its_name(workload_of):
     script = lambda n, body: FAILURES[kinds[n]] if n < len(kinds) else Turn()  # noqa: E731
     with serving(script) as server:
         result = measure(server, workload_of("requests=10", "arrivals.concurrency=1"), timeout_s=1.5)
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert result.failures == dict.fromkeys(kinds, 1)
     assert (s["completed"], s["failed"], s["cancelled"], s["unsent"]) == (2, 8, 0, 0)
     assert s["lost_output_tokens"] == 2  # of the stream that was cut
@@ -102,7 +103,7 @@ def test_hostile_streams_fail_alone(workload_of, raw):
 def test_zero_completions_are_undefined_everywhere_and_strict_json(workload_of):
     with serving(lambda n, body: Turn(status=503)) as server:
         result = measure(server, workload_of())
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert (s["completed"], s["failed"]) == (0, 6)
     for key in ("ttft_mean_ms", "tpot_p99_ms", "output_tok_s", "request_rate_s", "output_tok_s_user"):
         assert s[key] is None and result.undefined[key] == "no request completed"
@@ -113,7 +114,7 @@ def test_zero_completions_are_undefined_everywhere_and_strict_json(workload_of):
 def test_one_token_answers_have_no_tpot_and_no_interactivity(workload_of):
     with serving(lambda n, body: Turn(tokens=1)) as server:
         result = measure(server, workload_of(load="{kind: fixed, input_tokens: 8, output_tokens: 1}"))
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert s["completed"] == 6 and s["ttft_mean_ms"] > 0
     assert s["tpot_mean_ms"] is None and s["output_tok_s_user"] is None and s["itl_chunk_mean_ms"] is None
     assert inferencex_document(result)["mean_intvty"] is None
@@ -124,7 +125,7 @@ def test_several_tokens_in_a_chunk_are_told_apart_from_the_chunk(workload_of):
     turn = Turn(tokens=9, per_chunk=3, gap_s=0.03, running=True)
     with serving(lambda n, body: turn) as server:
         result = measure(server, workload_of(load="{kind: fixed, input_tokens: 8, output_tokens: 9}"))
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert s["tokens_per_chunk"] == 3
     assert s["itl_token_mean_ms"] == pytest.approx(s["itl_chunk_mean_ms"] / 3)
     assert s["tpot_mean_ms"] == pytest.approx(s["itl_chunk_mean_ms"] / 3)  # six tokens came after the first chunk
@@ -140,7 +141,7 @@ def test_chunks_of_unknown_size_leave_the_token_gap_undefined(workload_of):
 def test_without_usage_tokens_are_unknown_not_guessed(workload_of):
     with serving(lambda n, body: Turn(usage=False)) as server:
         result = measure(server, workload_of())
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert s["completed"] == 6
     assert s["output_tokens"] is None and s["input_tokens"] is None and s["output_tok_s"] is None
     assert s["tpot_mean_ms"] is None
@@ -207,7 +208,7 @@ def test_interrupt_keeps_what_ended_and_marks_the_rest(workload_of):
         threading.Thread(target=interrupt, daemon=True).start()
         began = time.monotonic()
         result = measure(server, workload_of("arrivals.concurrency=1"))
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert result.status == "interrupted" and time.monotonic() - began < 10
     assert (s["completed"], s["cancelled"], s["unsent"], s["failed"]) == (2, 1, 3, 0)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_engine.bench.metrics import RequestRow, RunFacts, summarise
+from deepinfer_engine.bench.metrics import RequestRow, RunFacts, Status, summarise
 from deepinfer_engine.bench.recipe import Limits
 from deepinfer_engine.bench.result import BenchResult, Meta
 from deepinfer_engine.bench.writers import inferencex_document, request_objects, vllm_document
 
+STATUSES: tuple[Status, ...] = ("completed", "failed", "cancelled", "unsent")
 SECONDS = st.floats(0, 100, allow_nan=False)
 
 
@@ -22,7 +24,7 @@ SECONDS = st.floats(0, 100, allow_nan=False)
 def request_rows(draw: st.DrawFn) -> list[RequestRow]:
     rows = []
     for index in range(draw(st.integers(0, 8))):
-        status = draw(st.sampled_from(["completed", "failed", "cancelled", "unsent"]))
+        status = draw(st.sampled_from(STATUSES))
         planned = draw(st.integers(1, 12))
         if status == "unsent":
             rows.append(RequestRow(index, "unsent", 5, planned))
@@ -55,6 +57,10 @@ limits = st.builds(
 )
 
 
+def values_of(rows: list[RequestRow], facts: RunFacts) -> dict[str, Any]:
+    return dict(summarise(rows, facts).values)
+
+
 def result_of(rows: list[RequestRow], facts: RunFacts) -> BenchResult:
     meta = Meta(
         "measured", "w", "d", 0, 0, {"kind": "engine"}, "p", "d", {}, {"name": "x"}, None, "2026-01-01T00:00:00+00:00"
@@ -66,7 +72,7 @@ def result_of(rows: list[RequestRow], facts: RunFacts) -> BenchResult:
 @given(request_rows(), limits, st.none() | st.integers(1, 4), st.none() | st.integers(1, 8), st.booleans())
 def test_counts_add_up_and_nothing_is_nan(rows, given_limits, concurrency, gpus, closed):
     result = result_of(rows, RunFacts(concurrency, given_limits, gpus, closed=closed))
-    s = result.summary
+    s: dict[str, Any] = dict(result.summary)
     assert s["completed"] + s["failed"] + s["cancelled"] + s["unsent"] == s["requests"] == len(rows)
     assert sum(result.failures.values()) == s["failed"]
     done = [r for r in rows if r.status == "completed"]
@@ -87,7 +93,7 @@ def test_counts_add_up_and_nothing_is_nan(rows, given_limits, concurrency, gpus,
 @settings(max_examples=40)
 @given(request_rows())
 def test_rates_times_duration_are_the_tokens(rows):
-    s = summarise(rows, RunFacts(2)).values
+    s = values_of(rows, RunFacts(2))
     if s["output_tok_s"] is not None:
         assert s["output_tok_s"] * s["duration_s"] == pytest.approx(s["output_tokens"])
         assert s["total_tok_s"] == pytest.approx(s["input_tok_s"] + s["output_tok_s"])
@@ -107,7 +113,7 @@ def test_first_token_and_gaps_make_up_the_time_to_the_last_token(rows):
 @settings(max_examples=40)
 @given(request_rows(), st.integers(1, 4))
 def test_a_percentile_lies_between_the_extremes_and_grows(rows, concurrency):
-    s = summarise(rows, RunFacts(concurrency)).values
+    s = values_of(rows, RunFacts(concurrency))
     for name in ("ttft", "tpot", "itl_chunk", "e2e"):
         if s[f"{name}_mean_ms"] is not None:
             order = [s[f"{name}_{p}_ms"] for p in ("min", "median", "p75", "p90", "p95", "p99", "max")]
@@ -127,7 +133,7 @@ def row(index: int, submitted: float, first: float, last: float, tokens: int) ->
 def test_worked_example():
     """Two at a time, four requests of 1 + 10 tokens: TTFT 1 s, then a token a second."""
     rows = [row(i, start, start + 1, start + 11, 11) for i, start in enumerate((0.0, 0.0, 11.0, 11.0))]
-    s = summarise(rows, RunFacts(2, gpus=4)).values
+    s = values_of(rows, RunFacts(2, gpus=4))
     assert s["ttft_mean_ms"] == 1000 and s["tpot_mean_ms"] == 1000 and s["output_tok_s_user"] == 1
     assert s["duration_s"] == 22 and s["output_tok_s"] == 2 and s["output_tok_s_gpu"] == 0.5
     assert s["mean_in_flight"] == 2
@@ -143,6 +149,6 @@ def test_a_run_without_a_second_round_has_no_steady_window():
 def test_goodput_counts_a_one_token_answer_neither_way_under_a_tpot_limit():
     rows = [row(0, 0, 1, 1, 1), row(1, 0, 1, 2, 11), row(2, 0, 1, 21, 11)]
     rows.append(RequestRow(3, "failed", 10, 1, submitted_s=0.0, ended_s=1.0, error_group="timeout"))
-    s = summarise(rows, RunFacts(4, Limits(tpot_ms=500.0))).values
+    s = values_of(rows, RunFacts(4, Limits(tpot_ms=500.0)))
     assert (s["goodput_met"], s["goodput_missed"], s["goodput_undefined"]) == (1, 2, 1)
     assert s["goodput_share"] == pytest.approx(1 / 3)

@@ -46,6 +46,7 @@ def test_prompts_share_the_prefix_and_nothing_more(workload_of):
 def test_agent_sessions_have_the_asked_mean_and_hit_rate(name):
     w = load_workload(name)
     load = load_recipe(name).recipe.load
+    assert load.turns and load.hit_rate
     sessions = len(w.requests) // load.turns
     assert w.input_tokens.mean() == pytest.approx(load.input_tokens, rel=0.03)
     # the first system prompt is new to everybody
