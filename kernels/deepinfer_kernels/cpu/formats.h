@@ -41,7 +41,7 @@ INLINE U16 e4m3_encode(F16 x) {
 INLINE F16 e4m3_value(U16 b) {
     U16 m = b & 0x7fu;
     F16 normal = (F16)((m << 20) + (120u << 23));
-    F16 small = __builtin_convertvector((I16)m, F16) * 0x1p-9f;
+    F16 small = to_float((I16)m) * 0x1p-9f;
     F16 v = pick((I16)(m < 8u), small, normal);
     v = pick((I16)(m == 0x7fu), splat(NAN), v);
     return (F16)((U16)v | ((b & 0x80u) << 24));
@@ -57,14 +57,14 @@ INLINE U16 e2m1_encode(F16 x) {
     F16 middle = ((m + shift) - shift) + 2.0f;         // 4 .. 6 from 2
     F16 coarse = ((m * 0.5f + shift) - shift) + 4.0f;  // 6, 7 from 4
     F16 code = pick(m < 2.0f, fine, pick(m < 4.0f, middle, coarse));
-    return (U16)__builtin_convertvector(code, I16) | (((U16)x >> 31) << 3);
+    return (U16)to_int(code) | (((U16)x >> 31) << 3);
 }
 
 INLINE F16 e2m1_value(U16 code) {
     U16 c = code & 7u;
     // 0 and 0.5, then two mantissa steps per power of two: the bits of 1, 1.5, 2, 3, 4, 6
     F16 v = (F16)(((c >> 1) + 126u) << 23 | (c & 1u) << 22);
-    v = pick((I16)(c < 2u), __builtin_convertvector((I16)c, F16) * 0.5f, v);
+    v = pick((I16)(c < 2u), to_float((I16)c) * 0.5f, v);
     return (F16)((U16)v | ((code & 8u) << 28));
 }
 
@@ -76,7 +76,7 @@ INLINE F16 greatest(const F16* v, int n) {
 
 // Sixteen codes of four bits to eight bytes, even index low; and back.
 INLINE void pack_nibbles(U16 code, uint8_t* out) {
-    B16 b = __builtin_convertvector(code, B16);
+    B16 b = (B16)to_u8(code);
     for (int i = 0; i < 8; i++) out[i] = b[2 * i] | (b[2 * i + 1] << 4);
 }
 INLINE U16 unpack_nibbles(const uint8_t* in) {
@@ -85,7 +85,7 @@ INLINE U16 unpack_nibbles(const uint8_t* in) {
         code[2 * i] = in[i] & 15;
         code[2 * i + 1] = in[i] >> 4;
     }
-    return __builtin_convertvector(load<B16>(code), U16);
+    return from_u8(load<B16>(code));
 }
 
 // Records of one row: window = E4M3 per 32 with E8M0, global = E2M1 per 16 with E4M3, index = E2M1 per 32 with E8M0.
@@ -118,7 +118,7 @@ INLINE void pack_record(const uint16_t* x, uint8_t* out, int64_t D, int kind) {
         for (int i = 0; i < 2; i++) {
             F16 y = v[i] / power_of_two(k);
             if (kind == WINDOW) {
-                B16 b = __builtin_convertvector(e4m3_encode(y), B16);
+                B16 b = (B16)to_u8(e4m3_encode(y));
                 std::memcpy(out + d + 16 * i, &b, 16);
             } else {
                 pack_nibbles(e2m1_encode(y), out + d / 2 + 8 * i);
@@ -130,7 +130,7 @@ INLINE void pack_record(const uint16_t* x, uint8_t* out, int64_t D, int kind) {
 
 INLINE void unpack_fp8(const uint8_t* in, const uint8_t* scales, uint16_t* out, int64_t D) {
     for (int64_t d = 0; d < D; d += 16)
-        store_bf16(out + d, e4m3_value(__builtin_convertvector(load<B16>(in + d), U16)) * e8m0_value(scales[d / 32]), 16);
+        store_bf16(out + d, e4m3_value(from_u8(load<B16>(in + d))) * e8m0_value(scales[d / 32]), 16);
 }
 
 INLINE void unpack_record(const uint8_t* in, uint16_t* out, int64_t D, int kind) {

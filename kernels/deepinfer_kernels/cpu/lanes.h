@@ -4,26 +4,60 @@
 // one accumulator of sixteen lanes, and the lanes are always added by the same tree, whatever the tile around them.
 // The sources are built without contraction of a * b + c, so that element-wise code rounds as it is written.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#if defined(__AVX512F__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
-
-typedef float F16 __attribute__((vector_size(64)));
-typedef int32_t I16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-typedef uint16_t H16 __attribute__((vector_size(32)));
-typedef uint8_t B16 __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT extern "C" __attribute__((visibility("default")))
+
+typedef uint16_t H16 __attribute__((vector_size(32)));
+typedef uint8_t B16 __attribute__((vector_size(16)));
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#define HALF_LANES 1
+#include "pairs.h"
+INLINE U16 from_u16(H16 h) { return from_u16((__m256i)h); }
+INLINE U16 from_u8(B16 b) { return from_u8((__m128i)b); }
+#else
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+typedef float F16 __attribute__((vector_size(64)));
+typedef int32_t I16 __attribute__((vector_size(64)));
+typedef uint32_t U16 __attribute__((vector_size(64)));
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I16){__VA_ARGS__})
+#endif
+#define PERMUTE(a, ...) SHUFFLE(a, a, __VA_ARGS__)
+
+INLINE I16 to_int(F16 x) { return __builtin_convertvector(x, I16); }
+INLINE F16 to_float(I16 x) { return __builtin_convertvector(x, F16); }
+INLINE U16 from_u16(H16 h) { return __builtin_convertvector(h, U16); }
+INLINE U16 from_u8(B16 b) { return __builtin_convertvector(b, U16); }
+INLINE H16 to_u16(U16 v) { return __builtin_convertvector(v, H16); }
+INLINE B16 to_u8(U16 v) { return __builtin_convertvector(v, B16); }
+
+INLINE F16 fma16(F16 a, F16 b, F16 c) {
+#if defined(__AVX512F__)
+    return (F16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Lanes folded by halves: i + (i + 8), then 4, 2, 1.
+INLINE float sum16(F16 v) {
+    float a[16];
+    std::memcpy(a, &v, sizeof a);
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a[i] += a[i + half];
+    return a[0];
+}
 #endif
 
 template <class V, class T> INLINE V load(const T* p) {
@@ -45,26 +79,8 @@ INLINE F16 larger(F16 a, F16 b) { return pick(a > b, a, b); }
 INLINE F16 smaller(F16 a, F16 b) { return pick(a < b, a, b); }
 INLINE F16 magnitude(F16 a) { return (F16)((U16)a & 0x7fffffffu); }
 
-INLINE F16 fma16(F16 a, F16 b, F16 c) {
-#if defined(__AVX512F__)
-    return (F16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    F16 out;
-    for (int half = 0; half < 2; half++) {
-        const float* pa = (const float*)&a + 8 * half;
-        const float* pb = (const float*)&b + 8 * half;
-        const float* pc = (const float*)&c + 8 * half;
-        __m256 r = _mm256_fmadd_ps(_mm256_loadu_ps(pa), _mm256_loadu_ps(pb), _mm256_loadu_ps(pc));
-        _mm256_storeu_ps((float*)&out + 8 * half, r);
-    }
-    return out;
-#else
-    return a * b + c;
-#endif
-}
-
 // bf16 is the upper half of an f32.
-INLINE F16 widen(H16 h) { return (F16)(__builtin_convertvector(h, U16) << 16); }
+INLINE F16 widen(H16 h) { return (F16)(from_u16(h) << 16); }
 INLINE float widen(uint16_t h) {
     uint32_t u = uint32_t(h) << 16;
     float x;
@@ -76,7 +92,7 @@ INLINE float widen(uint16_t h) {
 INLINE H16 to_bf16(F16 x) {
     U16 u = (U16)x, nan = (U16)(x != x);
     U16 r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    return __builtin_convertvector((r & ~nan) | (nan & 0x7fc0u), H16);
+    return (H16)to_u16((r & ~nan) | (nan & 0x7fc0u));
 }
 
 INLINE F16 load_bf16(const uint16_t* p, int64_t n) {
@@ -88,14 +104,6 @@ INLINE void store_bf16(uint16_t* p, F16 x, int64_t n) {
     std::memcpy(p, &h, 2 * (n < 16 ? n : 16));
 }
 
-// Lanes folded by halves: i + (i + 8), then 4, 2, 1.
-INLINE float sum16(F16 v) {
-    float a[16];
-    std::memcpy(a, &v, sizeof a);
-    for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) a[i] += a[i + half];
-    return a[0];
-}
 INLINE float max16(F16 v) {
     float a[16], m;
     std::memcpy(a, &v, sizeof a);
@@ -104,6 +112,7 @@ INLINE float max16(F16 v) {
     return m;
 }
 
+#ifndef HALF_LANES
 // sum16 of sixteen vectors at once: lane i of the result belongs to a[i]; the same tree as sum16.
 INLINE F16 sum16x16(const F16 a[16]) {
     F16 t[8], u[4], w[2];
@@ -119,6 +128,7 @@ INLINE F16 sum16x16(const F16 a[16]) {
     return SHUFFLE(w[0], w[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            SHUFFLE(w[0], w[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
+#endif
 
 // exp to about one unit in the last place; 0 below the smallest normal number.
 INLINE F16 exp16(F16 x) {
@@ -130,7 +140,7 @@ INLINE F16 exp16(F16 x) {
     r = fma16(n, splat(2.12194440e-4f), r);
     F16 p = splat(1.0f / 5040);  // Taylor: |r| <= ln 2 / 2 leaves 5e-9
     for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma16(p, r, splat(c));
-    I16 bits = (I16)p + (__builtin_convertvector(n, I16) << 23);
+    I16 bits = (I16)p + (to_int(n) << 23);
     return pick(tiny, F16{}, (F16)bits);
 }
 
@@ -158,6 +168,94 @@ struct Bfloat {
 #endif
 };
 
+// Working memory of the calling thread, kept between calls; ``use`` names independent areas.
+template <class T, int use> T* scratch(int64_t n) {
+    thread_local std::vector<T> area;
+    if ((int64_t)area.size() < n) area.resize(n);
+    return area.data();
+}
+
+// The same for vectors, on a boundary of their size.
+template <int use> U16* aligned_scratch(int64_t n) {
+    auto at = (uintptr_t)scratch<uint8_t, use>((n + 1) * sizeof(U16));
+    return (U16*)((at + sizeof(U16) - 1) / sizeof(U16) * sizeof(U16));
+}
+
+INLINE void put_lanes(float* y, F16 v, int64_t n) { std::memcpy(y, &v, 4 * n); }
+INLINE void put_lanes(uint16_t* y, F16 v, int64_t n) { store_bf16(y, v, n); }
+
+#ifdef HALF_LANES
+// Sixteen registers of eight lanes: a tile has four sums of sixteen lanes, the rows are widened once per call, and the
+// order of every sum is that of the tiles of other processors.
+
+INLINE __m256 widen8(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+INLINE __m256 lanes8(const uint16_t* p) { return widen8(p); }
+INLINE __m256 lanes8(const float* p) { return _mm256_loadu_ps(p); }
+
+// R rows of f32 times O outputs, R * O = 4; K a multiple of 16
+template <int R, int O, class T>
+INLINE void half_tile(const float* x, int64_t ldx, const T* const* w, int64_t K, float* sums) {
+    __m256 low[4], high[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) low[i] = high[i] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < K; k += 16) {
+#pragma GCC unroll 4
+        for (int o = 0; o < O; o++) {
+            const __m256 a = lanes8(w[o] + k), b = lanes8(w[o] + k + 8);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                low[r * O + o] = _mm256_fmadd_ps(_mm256_loadu_ps(x + r * ldx + k), a, low[r * O + o]);
+                high[r * O + o] = _mm256_fmadd_ps(_mm256_loadu_ps(x + r * ldx + k + 8), b, high[r * O + o]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) sums[i] = sum16(F16{(f32x8)low[i], (f32x8)high[i]});
+}
+
+INLINE float wide(float x) { return x; }
+INLINE float wide(uint16_t x) { return widen(x); }
+INLINE void put_lane(float* y, float v) { *y = v; }
+INLINE void put_lane(uint16_t* y, float v) { *y = to_bf16(splat(v))[0]; }
+
+// y[r, o] = x[r] . w[o] in f32, rounded to Y. x [rows, K] with ldx elements between rows, w [outs, K], y with ldy.
+template <class E, class Y>
+void product(const typename E::T* x, int64_t ldx, int64_t rows, const typename E::T* w, int64_t ldw, int64_t outs,
+             int64_t K, Y* y, int64_t ldy) {
+    using T = typename E::T;
+    const int64_t ld = (K + 15) / 16 * 16;
+    float* rows_f32 = scratch<float, 10>(rows * ld + 16);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t k = 0; k < K; k++) rows_f32[r * ld + k] = wide(x[r * ldx + k]);
+        std::fill(rows_f32 + r * ld + K, rows_f32 + (r + 1) * ld, 0.0f);
+    }
+    T* ends = scratch<T, 11>(4 * ld);  // outputs whose length is no multiple of 16
+    for (int64_t o = 0; o < outs; o += 4) {
+        const T* columns[4];
+        for (int64_t i = 0; i < 4; i++) {
+            columns[i] = w + (o + i < outs ? o + i : outs - 1) * ldw;
+            if (ld == K) continue;
+            std::memcpy(ends + i * ld, columns[i], K * sizeof(T));
+            std::memset(ends + i * ld + K, 0, (ld - K) * sizeof(T));
+            columns[i] = ends + i * ld;
+        }
+        const int64_t n = outs - o < 4 ? outs - o : 4;
+        float sums[4];
+        int64_t r = 0;
+        for (; r + 4 <= rows; r += 4)
+            for (int64_t i = 0; i < n; i++) {
+                half_tile<4, 1>(rows_f32 + r * ld, ld, columns + i, ld, sums);
+                for (int64_t a = 0; a < 4; a++) put_lane(y + (r + a) * ldy + o + i, sums[a]);
+            }
+        for (; r < rows; r++) {
+            half_tile<1, 4>(rows_f32 + r * ld, ld, columns, ld, sums);
+            for (int64_t i = 0; i < n; i++) put_lane(y + r * ldy + o + i, sums[i]);
+        }
+    }
+}
+#else
 // Sixteen sums of R rows times O outputs, R * O = 16; lane r * O + o.
 template <class E, int R, int O>
 INLINE F16 product_tile(const typename E::T* const* x, const typename E::T* const* w, int64_t K) {
@@ -181,9 +279,6 @@ INLINE F16 product_tile(const typename E::T* const* x, const typename E::T* cons
                     load_some<typename E::V>(x[r] + k, K - k), load_some<typename E::V>(w[o] + k, K - k), acc[r * O + o]);
     return sum16x16(acc);
 }
-
-INLINE void put_lanes(float* y, F16 v, int64_t n) { std::memcpy(y, &v, 4 * n); }
-INLINE void put_lanes(uint16_t* y, F16 v, int64_t n) { store_bf16(y, v, n); }
 
 // y[r, o] = x[r] . w[o] in f32, rounded to Y. x [rows, K] with ldx elements between rows, w [outs, K], y with ldy.
 template <class E, class Y>
@@ -211,16 +306,4 @@ void product(const typename E::T* x, int64_t ldx, int64_t rows, const typename E
         }
     }
 }
-
-// Working memory of the calling thread, kept between calls; ``use`` names independent areas.
-template <class T, int use> T* scratch(int64_t n) {
-    thread_local std::vector<T> area;
-    if ((int64_t)area.size() < n) area.resize(n);
-    return area.data();
-}
-
-// The same for vectors, on a boundary of their size.
-template <int use> U16* aligned_scratch(int64_t n) {
-    auto at = (uintptr_t)scratch<uint8_t, use>((n + 1) * sizeof(U16));
-    return (U16*)((at + sizeof(U16) - 1) / sizeof(U16) * sizeof(U16));
-}
+#endif
