@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deepinfer_kernels.reference import engram, hyper, moe, norm
 from deepinfer_kernels.reference import linear as ref_linear
+from deepinfer_kernels.reference.attention import gathered
 from deepinfer_kernels.reference.compress import pool_pairs as ref_pool_pairs
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
@@ -194,6 +195,21 @@ def attend(num: Numerics, q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, s
     return tiled(lambda a, k, m: num.round(_attend_tile(a, k, m, sink, scale)), q, keys, mask, rows=rows)
 
 
+def attend_cached(
+    num: Numerics,
+    q: Tensor,
+    local: Tensor,
+    window: Tensor,
+    ring: Tensor | None,
+    slots: Tensor | None,
+    entries: Tensor | None,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
+    """As the reference, over this module's ``attend``."""
+    return gathered(num, attend, q, local, window, ring, slots, entries, sink, scale)
+
+
 def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
     q32 = q.float()
     T, N, D = q.shape
@@ -272,6 +288,7 @@ OPERATIONS: dict[str, Callable] = {
         moe_experts,
         shared_expert,
         attend,
+        attend_cached,
         pool_pairs,
         index_scores,
         engram_gate,

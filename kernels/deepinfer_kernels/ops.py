@@ -94,6 +94,11 @@ OPS: dict[str, OpSpec] = {
               {"q": "T N D act", "keys": "T K D act", "mask": "T K bool", "sink": "N f32"}, {"o": "T N D act"}, _BF16,
               lambda d: d["T"] * d["K"] * d["D"] + 4 * d["T"] * d["N"] * d["D"],
               lambda d: 4 * d["T"] * d["N"] * d["K"] * d["D"]),
+        _spec("attend_cached", "attention", "attend over this step's rows and records read in place",
+              {"q": "T N D act", "local": "T D act", "window": "T W i64", "ring": "R bytes", "slots": "T K i64",
+               "entries": "E bytes", "sink": "N f32"}, {"o": "T N D act"}, _BF16,
+              lambda d: d["T"] * d["K"] * d["D"] + 4 * d["T"] * d["N"] * d["D"],
+              lambda d: 4 * d["T"] * d["N"] * d["K"] * d["D"]),
         _spec("pool_pairs", "compress", "gated pooling of a token pair", {"first": "T D f32", "second": "T D f32"},
               {"z": "T D act"}, _BF16, lambda d: 18 * d["T"] * d["D"], lambda d: 6 * d["T"] * d["D"]),
         # ------------------------------------------------------------- index

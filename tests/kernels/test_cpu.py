@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer_kernels.cpu.binary import Library, built
 from deepinfer_kernels.cpu.families import FAMILIES
 from deepinfer_kernels.ops import OPS
-from deepinfer_kernels.reference import quantise
+from deepinfer_kernels.reference import attention, quantise
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, Ops, resolve
@@ -98,6 +98,12 @@ def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask = torch.rand(T, 41) < 0.6
         mask[0] = T == 1
         return (bf(T, N, D), bf(T, 41, D), mask, torch.randn(N), D**-0.5), {}
+    if name == "attend_cached":
+        window = torch.randint(-52, T, (T, 33))  # rows of this step, hidden, and 50 rows of the ring
+        window[0] = -1
+        slots = torch.randint(-3, 40, (T, 9)).clamp(min=-1)
+        ring, entries = quantise.pack_window(rows_of(51, D)), quantise.pack_global(rows_of(40, D))
+        return (bf(T, N, D), bf(T, D), window, ring, slots, entries, torch.randn(N), D**-0.5), {}
     if name == "pack_rows":
         return (rows_of(T, D), "window"), {}
     if name == "unpack_rows":
@@ -166,7 +172,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(compiled: Ops, name: str
     args, kwargs = make(name, 64)
     call: Callable[..., Any] = getattr(compiled, name)
     whole = outputs(call(*args, **kwargs))
-    shared = {"moe_combine": (0, 1), "load_rows": (0,)}.get(name, ())
+    shared = {"moe_combine": (0, 1), "load_rows": (0,), "attend_cached": (1,)}.get(name, ())
     for start, stop in ((0, 1), (5, 6), (63, 64), (3, 5), (10, 17), (0, 63)):
         part = [
             a[start:stop] if isinstance(a, Tensor) and a.shape[:1] == (64,) and i not in shared else a
@@ -201,6 +207,17 @@ def test_an_attended_row_has_the_same_bits_however_far_its_keys_are_padded(compi
     assert torch.equal(compiled.attend(q, wide, seen, sink, scale), whole)
     assert bool((whole[0] == 0).all()), "no key: nothing"
     assert compiled.attend(q, keys[:, :0], mask[:, :0], sink, scale).abs().max() == 0
+
+
+def test_rows_read_in_place_give_the_bits_of_gathered_keys(compiled: Ops):
+    args, _ = make("attend_cached", 7)
+    gathered = attention.gathered(compiled.numerics, lambda num, *a: compiled.attend(*a), *args)
+    assert torch.equal(compiled.attend_cached(*args), gathered)
+    q, local, window, ring, _, entries, sink, scale = args
+    with pytest.raises(IndexError, match="query 3 reads beyond 7 rows"):
+        compiled.attend_cached(q, local, window.index_fill(0, torch.tensor(3), 7), ring, None, entries, sink, scale)
+    with pytest.raises(ValueError, match="window records of 33 bytes"):
+        compiled.attend_cached(q, local, window, ring[:, :33], None, None, sink, scale)
 
 
 @pytest.mark.parametrize("kind", ["window", "global", "index"])

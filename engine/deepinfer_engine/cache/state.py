@@ -48,6 +48,10 @@ class KVState:
         """Packed window rows [T, bytes] of one layer to ring slots [T]."""
         self.ops.store_rows(self._window[layer], slots, packed)
 
+    def window_store(self, layer: int) -> Tensor:
+        """All window rows of one layer as stored [R, bytes], to be read in place."""
+        return self._window[layer]
+
     def window(self, layer: int, slots: Tensor) -> Tensor:
         """Values [..., D] of ring slots [...]; slots the caller masks may hold anything finite."""
         return self.ops.load_rows(self._window[layer], slots, "window")
@@ -58,6 +62,10 @@ class KVState:
         """Global rows [T, D] and index keys [T, Di] of one source, packed here, to entry slots [T]."""
         self.ops.store_rows(self._global[source], slots, self.ops.pack_rows(rows, "global"))
         self.ops.store_rows(self._index[source], slots, self.ops.pack_rows(keys, "index"))
+
+    def entry_store(self, source: int) -> Tensor:
+        """All global rows of one source as stored [E, bytes], to be read in place."""
+        return self._global[source]
 
     def entries(self, source: int, slots: Tensor) -> Tensor:
         """Global rows [..., D] of entry slots [...]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from deepinfer_engine.config.model import ModelConfig
@@ -10,9 +9,6 @@ from deepinfer_engine.model.compress import write_source
 from deepinfer_engine.model.indexer import publish_selection
 from deepinfer_engine.model.step import Phase, Step
 from deepinfer_engine.model.weights import Attention, Layer
-
-#: gathered key elements per pass (queries × keys × width); bounds the memory of a long prefill chunk
-_TILE = 1 << 24
 
 
 def attention(config: ModelConfig, layer: Layer, x: Tensor, phase: Phase, step: Step) -> Tensor:
@@ -64,21 +60,12 @@ def window_rows(config: ModelConfig, weights: Attention, x: Tensor, rope, ops) -
 
 
 def _attend(config: ModelConfig, layer: Layer, q: Tensor, local: Tensor, phase: Phase, step: Step) -> Tensor:
-    plan = layer.plan
-    window = phase.window
-    selected = step.selected if plan.ratio > 0 else None
-    width = window.mask.shape[1] + (0 if selected is None else selected.shape[1])
-    per_pass = max(1, _TILE // (width * config.head_dim))
-    out = []
-    for start in range(0, q.shape[0], per_pass):
-        part = slice(start, start + per_pass)
-        keys, mask = local[window.local[part]], window.mask[part]
-        if window.any_ring:
-            older = step.kv.window(plan.layer, window.ring[part])
-            keys = torch.where(window.from_ring[part].unsqueeze(-1), older, keys)
-        if selected is not None and selected.shape[1]:
-            slots = phase.entry_slots(selected[part], phase.row[part], plan.ratio)
-            keys = torch.cat((keys, step.kv.entries(plan.kv_source, slots)), 1)
-            mask = torch.cat((mask, selected[part] >= 0), 1)
-        out.append(step.ops.attend(q[part], keys, mask, layer.attn.sink, config.head_dim**-0.5))
-    return out[0] if len(out) == 1 else torch.cat(out)
+    plan, kv = layer.plan, step.kv
+    ring = kv.window_store(plan.layer) if phase.window.any_ring else None
+    entries = slots = None
+    if plan.ratio > 0 and step.selected is not None and step.selected.shape[1]:
+        entries = kv.entry_store(plan.kv_source)
+        slots = phase.entry_slots(step.selected, phase.row, plan.ratio)
+    return step.ops.attend_cached(
+        q, local, phase.window.rows, ring, slots, entries, layer.attn.sink, config.head_dim**-0.5
+    )

@@ -34,16 +34,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Where the window rows of each query are: ``local`` indexes rows of this step, ``ring`` flat ring slots.
+    """Where the window rows of each query are, as ``attend_cached`` reads them.
 
-    local, ring, from_ring, mask: [T, Wₑ] with Wₑ ≤ W (no wider than the longest history). ``any_ring`` is known on
-    the host.
+    ``rows`` [T, Wₑ] int64 with Wₑ ≤ W (no wider than the longest history): r ≥ 0 row r of this step, −1 hidden,
+    r ≤ −2 ring slot −2 − r. ``any_ring`` is known on the host.
     """
 
-    local: Tensor
-    ring: Tensor
-    from_ring: Tensor
-    mask: Tensor
+    rows: Tensor
     any_ring: bool
 
 
@@ -98,17 +95,13 @@ class Phase:
         ).to(device, non_blocking=True)
         floor, local_start, local_first = per_row[self.row].unbind(-1)
         u = self.pos.unsqueeze(1) - torch.arange(width - 1, -1, -1, device=device)
-        mask = u >= floor.unsqueeze(1)
-        local = u - local_start.unsqueeze(1)
-        from_ring = (local < 0) & mask
-        ring_base = self.batch.ring_slot_B[self.row] * self.layout.ring
-        return WindowPlan(
-            local=local.clamp(min=0) + local_first.unsqueeze(1),
-            ring=torch.where(from_ring, ring_base.unsqueeze(1) + u % self.layout.ring, 0),
-            from_ring=from_ring,
-            mask=mask,
-            any_ring=any(s.start > max(0, f) for s, f in zip(self.local_spans, floors, strict=True)),
-        )
+        rows = u + (local_first - local_start).unsqueeze(1)
+        any_ring = any(s.start > max(0, f) for s, f in zip(self.local_spans, floors, strict=True))
+        if any_ring:
+            ring_base = self.batch.ring_slot_B[self.row] * self.layout.ring
+            ring = -2 - ring_base.unsqueeze(1) - u % self.layout.ring
+            rows = torch.where(u < local_start.unsqueeze(1), ring, rows)
+        return WindowPlan(torch.where(u >= floor.unsqueeze(1), rows, -1), any_ring)
 
     @cached_property
     def groups(self) -> tuple[QueryGroup, ...]:

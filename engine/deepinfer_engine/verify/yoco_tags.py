@@ -139,9 +139,9 @@ class TagMachine:
         store[slots[keep]] = names[keep]
 
     def _read(self, name: str, phase: Phase, local: Ints, seen: list[Seen]) -> None:
-        plan = phase.window
-        keys = np.where(plan.from_ring.numpy(), self.rings[name][plan.ring.numpy()], local[plan.local.numpy()])
-        keys = np.where(plan.mask.numpy(), keys, -1)
+        rows = phase.window.rows.numpy()
+        keys = np.where(rows < -1, self.rings[name][np.maximum(-2 - rows, 0)], local[np.maximum(rows, 0)])
+        keys = np.where(rows == -1, -1, keys)
         row_of, pos = phase.row.numpy(), phase.pos.numpy()
         for b, one in enumerate(seen):
             one.queries[name] = pos[row_of == b]

@@ -21,7 +21,7 @@ LIBRARY = Library(
 _KINDS = {"window": (0, 33), "global": (1, 18), "index": (2, 17)}
 
 
-def _record(kind: str, width: int, *, stored: bool) -> tuple[int, int, int]:
+def record(kind: str, width: int, *, stored: bool) -> tuple[int, int, int]:
     """(code, values, bytes) of a record whose values (or bytes, where ``stored``) are ``width``."""
     code, per_32 = _KINDS[kind]
     unit = per_32 if stored else 32
@@ -33,7 +33,7 @@ def _record(kind: str, width: int, *, stored: bool) -> tuple[int, int, int]:
 def pack_rows(num: Numerics, rows: Tensor, kind: str) -> Tensor:
     """Rows [..., D] as stored: official records, uint8."""
     x = bf16(rows)
-    code, values, size = _record(kind, x.shape[-1], stored=False)
+    code, values, size = record(kind, x.shape[-1], stored=False)
     out = torch.empty((*x.shape[:-1], size), dtype=torch.uint8)
     LIBRARY.pack_rows(x.data_ptr(), out.data_ptr(), x.numel() // values, values, code)
     return out
@@ -42,7 +42,7 @@ def pack_rows(num: Numerics, rows: Tensor, kind: str) -> Tensor:
 def unpack_rows(num: Numerics, stored: Tensor, kind: str) -> Tensor:
     """Stored rows back to values [..., D] in bf16, exact."""
     stored = u8(stored)
-    code, values, size = _record(kind, stored.shape[-1], stored=True)
+    code, values, size = record(kind, stored.shape[-1], stored=True)
     out = torch.empty((*stored.shape[:-1], values), dtype=torch.bfloat16)
     LIBRARY.unpack_rows(stored.data_ptr(), out.data_ptr(), stored.numel() // size, values, code)
     return out
@@ -66,7 +66,7 @@ def store_rows(num: Numerics, store: Tensor, slots: Tensor, packed: Tensor) -> N
 def load_rows(num: Numerics, store: Tensor, slots: Tensor, kind: str) -> Tensor:
     """Values [..., D] of the rows ``slots`` [...] (−1 reads row 0; the caller masks it)."""
     store, slots = u8(store), i64(slots)
-    code, values, _ = _record(kind, store.shape[-1], stored=True)
+    code, values, _ = record(kind, store.shape[-1], stored=True)
     out = torch.empty((*slots.shape, values), dtype=torch.bfloat16)
     at = (store.data_ptr(), store.shape[0], slots.data_ptr(), out.data_ptr())
     bad = LIBRARY.load_rows(*at, slots.numel(), values, code)
@@ -78,7 +78,7 @@ def load_rows(num: Numerics, store: Tensor, slots: Tensor, kind: str) -> Tensor:
 def quantise_index_query(num: Numerics, iq: Tensor) -> Tensor:
     """Index queries as the scorer sees them: MXFP4 quantise-dequantised."""
     x = bf16(iq)
-    _, values, _ = _record("index", x.shape[-1], stored=False)
+    _, values, _ = record("index", x.shape[-1], stored=False)
     out = torch.empty_like(x)
     LIBRARY.quantise_index_query(x.data_ptr(), out.data_ptr(), x.numel() // values, values)
     return out
