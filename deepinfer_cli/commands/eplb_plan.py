@@ -79,7 +79,7 @@ def command(
     ] = None,
     move_price: Annotated[
         float, typer.Option(help="Price of a received expert, in average rank costs.", rich_help_panel=PLANNING)
-    ] = 0.5,
+    ] = 0.9,
     max_moves: Annotated[
         int | None, typer.Option(help="Most experts received per layer.", rich_help_panel=PLANNING)
     ] = None,

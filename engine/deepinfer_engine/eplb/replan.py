@@ -24,7 +24,7 @@ from deepinfer_engine.errors import UsageError
 Replanner = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
 
 #: Move prices to show, and a cap of 5 % of the slots.
-PRICES = (0.0, 0.25, 0.5, 1.0, 2.0)
+PRICES = (0.0, 0.5, 0.9, 1.5, 3.0)
 CAP_FRACTION = 0.05
 
 

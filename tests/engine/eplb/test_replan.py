@@ -21,7 +21,7 @@ def test_warm_plans_move_a_fraction_of_what_cold_plans_move():
     trace = replace(recipe.trace, layers=1, ranks=16, experts=96)
     got = replan.run_replan(replace(recipe, trace=trace, train_steps=120, seeds=(1,)), 2, NumpyLoops())
     rows = {row.strategy: row for row in got.rows}
-    cold, warm = rows["deepinfer, cold"], rows["deepinfer, warm, price 0.25"]
+    cold, warm = rows["deepinfer, cold"], rows["deepinfer, warm, price 0.5"]
     assert warm.moves < 0.5 * cold.moves and warm.next < cold.next + 0.005
     assert rows["deepinfer, warm, at most 5 moves"].moves <= 5 and rows["keep the first plan"].moves == 0
     assert warm.share == pytest.approx(warm.moves / 112)
