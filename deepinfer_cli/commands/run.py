@@ -25,7 +25,7 @@ from deepinfer_cli.rank_report import rank_report
 from deepinfer_engine.errors import PartialFailure, UsageError
 
 if TYPE_CHECKING:
-    from deepinfer_engine.engine import Engine
+    from deepinfer_engine.engine import DraftCounts, Engine
     from deepinfer_engine.eplb.record import Balance
     from deepinfer_engine.launch import Launch
     from deepinfer_engine.tokens.detokenizer import IncrementalDetokenizer
@@ -197,7 +197,7 @@ def command(
         render.deliver(_text(format, results, launch, loaded.digest, experts), out)
     if explain:
         render.panel("ranks", rank_report(engine, balance), quiet=quiet)
-    _summarise(results, balance, quiet=quiet)
+    _summarise(results, balance, engine.drafts, quiet=quiet)
 
 
 def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> GrammarSpec | None:
@@ -419,7 +419,7 @@ def _row(i: int, job: _Job) -> dict[str, Any]:
     }
 
 
-def _summarise(jobs: list[_Job], balance: Balance | None, *, quiet: bool) -> None:
+def _summarise(jobs: list[_Job], balance: Balance | None, drafts: DraftCounts, *, quiet: bool) -> None:
     done = [job.completion for job in jobs if job.completion is not None]
     prompt = sum(c.usage.prompt for c in done)
     generated = sum(c.usage.generated for c in done)
@@ -431,6 +431,12 @@ def _summarise(jobs: list[_Job], balance: Balance | None, *, quiet: bool) -> Non
         f"({generated / seconds:.0f} tok/s{ttft})",
         quiet=quiet,
     )
+    if drafts.rows:
+        render.note(
+            f"{drafts.tokens_per_row:.2f} tokens per step and sequence: {drafts.accepted} of {drafts.drafted} drafts "
+            "accepted",
+            quiet=quiet,
+        )
     if spread := balance_text(balance):
         assert balance is not None
         render.note(f"{spread} over {balance.load_LR.shape[1]} ranks in {balance.steps} steps", quiet=quiet)

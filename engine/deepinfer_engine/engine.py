@@ -25,7 +25,7 @@ from deepinfer_engine.dist.rendezvous import World
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.eplb.record import Balance
 from deepinfer_engine.eplb.stats import ExpertStats
-from deepinfer_engine.errors import UsageError
+from deepinfer_engine.errors import NotReadyError, UsageError
 from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
 from deepinfer_engine.runtime.expert_watch import WINDOW_SLACK, ExpertWatch, recordable_steps
 from deepinfer_engine.runtime.host import Capacity, host_runner, replay_shape
@@ -56,6 +56,20 @@ class HostTimes:
     build_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     post_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     run_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+
+
+@dataclass
+class DraftCounts:
+    """Verify rows run, drafts they verified and accepted, tokens they committed (the one that is always drawn too)."""
+
+    rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+    @property
+    def tokens_per_row(self) -> float:
+        return self.tokens / self.rows if self.rows else 0.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,7 @@ class Engine:
         self.world = world
         self.overlap = profile.sched.overlap
         self.times = HostTimes()
+        self.drafts = DraftCounts()
         self.steps = 0
         self._marks = ThinkMarks.of(tokenizer)
         self._tracks: dict[int, AnswerTrack] = {}
@@ -143,6 +158,8 @@ class Engine:
             check_device(profile, device)
         tokenizer = Tokenizer.from_dir(checkpoint.directory)
         config = checkpoint.config
+        if world is not None and profile.spec.verify != "off":
+            raise NotReadyError("spec.verify: drafts are verified in one process only", hint="--set spec.verify=off")
         limits = _limits(profile, config)
         lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
         with ExitStack() as undo:  # processes that were started end with a load that fails
@@ -174,6 +191,18 @@ class Engine:
             raise UsageError(f"request id {request.id!r} is already in flight")
         _check_ids(request, self.config)
         sampling = request.sampling
+        drafting = self.profile.spec
+        if (
+            sampling.seed is not None
+            and sampling.temperature
+            and drafting.mode == "rejection"
+            and (drafting.verify == "adaptive")
+        ):
+            raise UsageError(
+                f"request {request.id!r}: a seed cannot be honoured with spec.mode rejection and spec.verify adaptive: "
+                "what is verified depends on the other requests",
+                hint="use spec.mode=coupled, or spec.verify=fixed",
+            )
         grammar = None
         if request.grammar is not None:
             if sampling.ignore_eos:
@@ -410,11 +439,23 @@ class Engine:
         return events
 
     def _masks(self, flight: Flight) -> dict[int, np.ndarray]:
-        """Masks of the constrained rows that are about to be drawn."""
+        """Masks of the constrained rows that are about to be drawn: int32 words, with drafts one row per place."""
         masks = {}
-        for uid in (row.seq_id for row in flight.plan.rows if row.sample):
-            if uid in self.scheduler.running and (words := self._tracks[uid].mask(self._thoughts)) is not None:
-                masks[uid] = words
+        spec = self.runner.speculation
+        for row in flight.plan.rows:
+            if not row.sample or row.seq_id not in self.scheduler.running:
+                continue
+            track = self._tracks[row.seq_id]
+            if track.grammar is None:
+                continue
+            found = track.masks(self._thoughts, self.runner.ahead(row))
+            if spec is None:
+                if found[0] is not None:
+                    masks[row.seq_id] = found[0]
+            elif any(words is not None for words in found):
+                everything = np.full_like(self._thoughts, -1)
+                found += [None] * (spec.tokens + 1 - len(found))
+                masks[row.seq_id] = np.stack([everything if words is None else words for words in found])
         return masks
 
     # ------------------------------------------------------------- results
@@ -429,13 +470,34 @@ class Engine:
         if self.runner.watch is not None:
             self.runner.watch.take()
         events: list[TokenEvent | Completion] = []
-        committed = self.scheduler.commit(flight.plan, out.tokens)
+        sound: dict[int, Sequence] = {}
+        seen: dict[int, int] = {}
+        for drawn in self.scheduler.committed(flight.plan, out.tokens):
+            uid = drawn.seq.uid
+            at = seen[uid] = seen.get(uid, -1) + 1
+            self._count_drafts(drawn.seq, out.verified.get(uid, 0), out.accepted.get(uid, 0), at)
+            if drawn.reason == "error":
+                sound.pop(uid, None)
+            else:
+                sound[uid] = drawn.seq
+            logprobs = out.logprobs.get(uid)
+            events += self._post(drawn, None if logprobs is None else logprobs[at], now)
         # after the commit, which tells whose exports are worth keeping
-        self.scheduler.reuse.keep(out.moved, [drawn.seq for drawn in committed if drawn.reason != "error"])
-        for drawn in committed:
-            events += self._post(drawn, out.logprobs.get(drawn.seq.uid), now)
+        self.scheduler.reuse.keep(out.moved, list(sound.values()))
         self.times.post_ms.append((time.perf_counter() - now) * 1000)
         return events
+
+    def _count_drafts(self, seq: Sequence, verified: int, accepted: int, at: int) -> None:
+        """Count the ``at``-th token of a row that verified drafts."""
+        if not verified:
+            return
+        if at == 0:
+            seq.drafted += verified
+            self.drafts.rows += 1
+            self.drafts.drafted += verified
+        seq.accepted += at < accepted
+        self.drafts.accepted += at < accepted
+        self.drafts.tokens += 1
 
     def _post(self, drawn: Drawn, logprob: TokenLogprob | None, now: float) -> list[TokenEvent | Completion]:
         """Events of one drawn token: what may be shown, and the completion if the choice ended with it."""
@@ -471,6 +533,9 @@ class Engine:
         track = self._tracks.pop(seq.uid)
         track.finish()  # an abort keeps what was held back
         seeded = request.sampling.temperature == 0 or request.sampling.seed is not None
+        spec = self.profile.spec
+        if spec.verify != "off" and spec.mode == "rejection" and request.sampling.temperature:
+            seeded = False  # which draw a position takes depends on what was drafted
         return Completion(
             request_id=request.id,
             token_ids=tuple(track.kept),
@@ -481,6 +546,8 @@ class Engine:
                 cached=0 if seq.span is None else seq.span.reused,
                 replayed=0 if seq.span is None else seq.span.replayed,
                 generated=seq.num_generated,
+                drafted=seq.drafted,
+                accepted=seq.accepted,
                 preemptions=seq.preemptions,
             ),
             timing=Timing(seq.first_token_s, now - self._started.pop(seq.uid), seq.queued_s),
@@ -535,4 +602,5 @@ def _limits(profile: Profile, config: ModelConfig) -> Limits:
         context_tokens=sched.max_context_tokens,
         eos_token_id=config.eos_token_id,
         step_budget_ms=sched.step_budget_ms,
+        draft_tokens=0 if profile.spec.verify == "off" else profile.spec.draft_tokens,
     )

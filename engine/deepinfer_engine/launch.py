@@ -24,7 +24,7 @@ from deepinfer_engine.dist.reform import Reformed, read_healthy, reform
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.starting import starting_placement
 from deepinfer_engine.errors import NotReadyError, ProfileError
-from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_engine.weights.checkpoint import Checkpoint, no_draft_weights
 from deepinfer_kernels.device import probe_cuda
 
 #: the model that ships with the package
@@ -110,22 +110,43 @@ def resident_bytes(checkpoint: Checkpoint, profile: Profile, processes: int = 1)
     element = 2 if profile.numerics.mode == "fast" else 4
     slots = profile.ranks * profile.slots_per_rank(config.n_routed_experts) // processes
     total = 0
+    drafts = profile.spec.verify != "off"
+    groups = ("backbone", "engram", "draft") if drafts else ("backbone", "engram")
     for name, spec in checkpoint.plan.items():
-        if spec.group not in ("backbone", "engram") or not checkpoint.has(name) or spec.kind.endswith("8_scale"):
+        if spec.group not in groups or not checkpoint.has(name) or spec.kind.endswith("8_scale"):
             continue
         if spec.kind == "fp8":
             total += math.prod(spec.shape) * element
         elif spec.kind == "fp4":
-            total += 2 * math.prod(spec.shape) * element * slots // config.n_routed_experts
+            copies = (1, 1) if spec.group == "draft" else (slots, config.n_routed_experts)
+            total += 2 * math.prod(spec.shape) * element * copies[0] // copies[1]
         elif spec.kind == "fp4_scale" or (spec.kind.startswith("table") and profile.cache.engram_placement == "mmap"):
             continue
         else:
             total += spec.nbytes
-    layout = KVLayout.of(config, records=profile.numerics.mode != "float")
+    layout = KVLayout.of(config, records=profile.numerics.mode != "float", draft=drafts)
     rows = profile.sched.max_rows_per_rank
     tokens = profile.cache.hbm_tokens_per_rank or rows * profile.sched.max_context_tokens
     hosted = -(-profile.parallel.dp // processes)
     return total + hosted * (rows * layout.slot_bytes + layout.blocks_for(tokens) * layout.block_bytes)
+
+
+def _drafting(
+    used: Profile, replaced: list[Replaced], checkpoint: Checkpoint, *, embedded: bool, processes: int
+) -> tuple[Profile, list[Replaced]]:
+    """The profile without speculation where it cannot be had, and why; a user's model without drafts is refused."""
+    if used.spec.verify == "off":
+        return used, replaced
+    if processes > 1:
+        reason = "drafts are verified in one process only"
+    elif "draft" in checkpoint.groups_present:
+        return used, replaced
+    elif embedded:
+        reason = "the embedded model has no draft weights"
+    else:
+        raise no_draft_weights(checkpoint.directory)
+    off = used.model_copy(update={"spec": used.spec.model_copy(update={"verify": "off"})})
+    return off, [*replaced, Replaced("spec.verify", used.spec.verify, "off", reason)]
 
 
 def prepare(
@@ -160,6 +181,7 @@ def prepare(
         require_fit(profile, machine, weights_bytes)
     if embedded or not hardware_is_present(profile, machine):
         used, replaced = emulate(profile, machine, facts)
+    used, replaced = _drafting(used, replaced, checkpoint, embedded=embedded, processes=processes)
     check_model(used, config)
     device = "cpu"
     if used.hardware.platform in ("sm90", "sm100"):

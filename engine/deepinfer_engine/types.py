@@ -187,12 +187,14 @@ class Request:
 class Sequence:
     """One choice of a request in flight; owned and mutated by the scheduler only.
 
-    ``token_ids`` are the known tokens; ``pending`` counts drawn ones whose value has not come back yet.
-    ``num_computed`` counts tokens whose KV is written or planned. ``slot`` is the ring slot of the sequence's windows,
-    ``block_ids`` the blocks of its global KV; both belong to ``dp_rank``. ``generation`` grows with every preemption:
-    a result planned under an older one is dropped. ``expected_len`` is the length the router counted for it.
+    ``token_ids`` are the known tokens; ``pending`` counts drawn ones whose value has not come back yet (with drafts:
+    steps in flight, each of which commits at least one token and together up to ``ahead`` more). ``num_computed``
+    counts tokens whose KV is written or planned (with drafts: at least so many). ``slot`` is the ring slot of the
+    sequence's windows, ``block_ids`` the blocks of its global KV; both belong to ``dp_rank``. ``generation`` grows with
+    every preemption: a result planned under an older one is dropped. ``expected_len`` is the length the router counted.
     ``span`` is the plan of its prefill; ``keys`` name its complete blocks, the first ``published`` of which others may
-    share; ``windowed`` is the last pivot whose window KV was asked for.
+    share; ``windowed`` is the last pivot whose window KV was asked for. ``drafted`` and ``accepted`` count verified
+    drafts; ``context_from`` is the first position from which on the draft blocks have every context row.
     """
 
     request: Request
@@ -204,6 +206,10 @@ class Sequence:
     generation: int = 0
     num_computed: int = 0
     pending: int = 0
+    ahead: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    context_from: int = 0
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     slot: int = -1
@@ -229,7 +235,10 @@ class Sequence:
 
 
 class PlannedRow(NamedTuple):
-    """``count`` tokens of one sequence from position ``start``; ``sample`` when they reach its newest token."""
+    """``count`` tokens of one sequence from position ``start``; ``sample`` when they reach its newest token.
+
+    ``drafts`` of them are drafts to verify. ``slack``: how much further it may start, by what steps in flight commit.
+    """
 
     seq_id: int
     dp_rank: int
@@ -238,6 +247,8 @@ class PlannedRow(NamedTuple):
     kind: Literal["prefill", "decode"]
     sample: bool
     generation: int
+    drafts: int = 0
+    slack: int = 0
 
 
 @dataclass(frozen=True)
@@ -262,7 +273,8 @@ class Move:
 class StepPlan:
     """What one step runs, decode rows first. ``admitted`` and ``preempted`` are sequence ids.
 
-    ``before`` and ``after``: moves around the rows.
+    ``before`` and ``after``: moves around the rows. ``budget``: drafts verified altogether, where that is fewer than
+    the rows name; the device shares it out.
     """
 
     step: int
@@ -271,11 +283,12 @@ class StepPlan:
     preempted: tuple[int, ...] = ()
     before: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
+    budget: int | None = None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one completion. ``num_accepted`` style counters are zero until speculation runs.
+    """Token counts of one completion. ``drafted``: drafts that were verified, ``accepted``: those that became tokens.
 
     ``preemptions`` counts how often its KV was given up and computed again.
     """

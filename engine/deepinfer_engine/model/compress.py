@@ -49,4 +49,5 @@ def _pooled(
     # rotated at the even position: the angle of the group's first token
     cos, sin = ops.rope_angles(batch.pos_T[pairs.odd] - 1, step.frequencies[True])
     slots = batch.block_slot_T[pairs.odd]
+    slots = torch.where(batch.pos_T[pairs.odd] % 2 == 1, slots, -1)
     return z, Rope(cos, sin), torch.where(slots < 0, -1, slots // 2)

@@ -12,14 +12,13 @@ from deepinfer_engine.dist.mesh import LocalMesh, Mesh
 from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.starting import starting_placement
-from deepinfer_engine.errors import ArtefactError
 from deepinfer_engine.model.ced import CedModel
 from deepinfer_engine.model.draft import DraftModel
 from deepinfer_engine.model.engram import EngramSource, MappedEngramSource, MemoryEngramSource
 from deepinfer_engine.model.weights import ModelWeights, WeightReader, load_draft, load_weights
 from deepinfer_engine.tokens.classes import check_classes
 from deepinfer_engine.tokens.tokenizer import Tokenizer
-from deepinfer_engine.weights.checkpoint import Checkpoint
+from deepinfer_engine.weights.checkpoint import Checkpoint, no_draft_weights
 from deepinfer_engine.weights.engram_table import EngramTable
 from deepinfer_engine.weights.read_plan import plan_read
 from deepinfer_engine.weights.reader import ShardReport, execute
@@ -57,10 +56,7 @@ def load_model(
     """
     config = checkpoint.config
     if draft and "draft" not in checkpoint.groups_present:
-        raise ArtefactError(
-            f"{checkpoint.directory}: holds no draft weights, which speculation needs",
-            hint="--set spec.verify=off runs without them",
-        )
+        raise no_draft_weights(checkpoint.directory)
     if placement is None:
         placement = starting_placement(checkpoint, profile)
     placement.check(config.n_routed_experts)

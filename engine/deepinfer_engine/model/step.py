@@ -93,6 +93,9 @@ class Phase:
             [[max(0, floor), s.start, s.first] for floor, s in zip(floors, self.local_spans, strict=True)],
             dtype=torch.int64,
         ).to(device, non_blocking=True)
+        if (f := self.batch.floating) is not None:
+            per_row[: f.rows, 1] = f.start_F
+            per_row[: f.rows, 2] = f.first_F
         floor, local_start, local_first = per_row[self.row].unbind(-1)
         u = self.pos.unsqueeze(1) - torch.arange(width - 1, -1, -1, device=device)
         rows = u + (local_first - local_start).unsqueeze(1)
@@ -114,14 +117,20 @@ class Phase:
 
     def _group(self, rows: list[int]) -> QueryGroup:
         spans = [self.spans[b] for b in rows]
-        width = max(s.count for s in spans)
-        tokens = [[s.first + min(c, s.count - 1) for c in range(width)] for s in spans]
-        valid = [[c < s.count for c in range(width)] for s in spans]
         device = self.pos.device
+        which, first, count = (
+            torch.tensor(column).to(device, non_blocking=True)
+            for column in (rows, [s.first for s in spans], [s.count for s in spans])
+        )
+        # floating rows are short and come first, in a group as in the step
+        if (f := self.batch.floating) is not None and rows[0] == 0 and len(rows) >= f.rows:
+            first[: f.rows], count[: f.rows] = f.first_F, f.count_F
+        along = torch.arange(max(s.count for s in spans), device=device)
+        last = (count - 1).unsqueeze(1)
         return QueryGroup(
-            tokens=torch.tensor(tokens).to(device, non_blocking=True),
-            valid=torch.tensor(valid).to(device, non_blocking=True),
-            rows=torch.tensor(rows).to(device, non_blocking=True),
+            tokens=first.unsqueeze(1) + torch.minimum(along, last),
+            valid=along <= last,
+            rows=which,
             last_position=max(s.end for s in spans) - 1,
         )
 
@@ -129,14 +138,18 @@ class Phase:
         """Flat entry slots of entries [n, K] (−1 stays −1) of batch rows [n]."""
         per_block = BLOCK_TOKENS // ratio
         e = entries.clamp(min=0)
-        block = self.batch.block_table_BP[rows.unsqueeze(1), e // per_block]
+        # a floating row's last position is an upper bound, which may lie beyond the blocks it was given
+        place = (e // per_block).clamp(max=self.batch.block_table_BP.shape[1] - 1)
+        block = self.batch.block_table_BP[rows.unsqueeze(1), place]
         return torch.where(entries < 0, -1, block * per_block + e % per_block)
 
 
 @dataclass(frozen=True)
 class PairPlan:
     """``odd``: step indices of odd positions [n]; ``partner``: step index of the previous token (itself when that is
-    in the ring); ``ring_slot``: pair slot of the previous position; ``from_ring`` [n] bool."""
+    in the ring); ``ring_slot``: pair slot of the previous position; ``from_ring`` [n] bool.
+
+    Every token of a floating row is among ``odd``: only the device knows which are, and even ones store nothing."""
 
     odd: Tensor
     partner: Tensor
@@ -171,7 +184,7 @@ class Step:
         self.rope = ropes
         trimmed = batch.tail_T is not None
         floors = any(s.floor_encoder != s.floor_decoder for s in batch.rows)
-        tail_spans = _tail_spans(batch.rows) if trimmed else batch.rows
+        tail_spans = _tail_spans(batch) if trimmed else batch.rows
 
         def phase(query: Tensor | None, spans: tuple[RowSpan, ...], local: tuple[RowSpan, ...], after: bool) -> Phase:
             return Phase(batch, self.layout, ropes, query=query, query_spans=spans, local_spans=local, after_cut=after)
@@ -194,9 +207,11 @@ class Step:
     @cached_property
     def pairs(self) -> PairPlan:
         """Odd-position tokens of the step and where their even partners are."""
-        odd: list[int] = []
-        from_ring: list[bool] = []
-        for s in self.batch.rows:
+        floating = self.batch.floating
+        skip = 0 if floating is None else floating.rows
+        odd = list(range(0 if floating is None else floating.tokens))
+        from_ring = [False] * len(odd)
+        for s in self.batch.rows[skip:]:
             start = s.start + (s.start + 1) % 2  # first odd position of the row
             for_row = range(start, s.end, 2)
             odd.extend(s.first + p - s.start for p in for_row)
@@ -204,20 +219,27 @@ class Step:
         device = self.batch.pos_T.device
         index = torch.tensor(odd, dtype=torch.int64).to(device, non_blocking=True)
         ring = torch.tensor(from_ring, dtype=torch.bool).to(device, non_blocking=True)
+        if floating is not None:
+            ring.index_fill_(0, floating.first_F, True)
         size = self.layout.pair_ring
         slot = self.batch.ring_slot_B[self.batch.row_T[index]] * size + (self.batch.pos_T[index] - 1) % size
-        return PairPlan(index, torch.where(ring, index, index - 1), slot, ring, any(from_ring))
+        any_ring = floating is not None or any(from_ring)
+        return PairPlan(index, torch.where(ring, index, index - 1), slot, ring, any_ring)
 
 
 def _ignore(name: str, layer: int, value: Tensor) -> None:
     """The probe of a run nobody watches."""
 
 
-def _tail_spans(rows: tuple[RowSpan, ...]) -> tuple[RowSpan, ...]:
+def _tail_spans(batch: Batch) -> tuple[RowSpan, ...]:
     spans = []
     first = 0
-    for s in rows:
-        spans.append(RowSpan(first, s.tail, s.end - s.tail, s.tail, s.floor_encoder, s.floor_decoder))
+    floating = 0 if batch.floating is None else batch.floating.rows
+    for b, s in enumerate(batch.rows):
+        if b < floating:  # whole, whatever the device makes of its start and count
+            spans.append(s._replace(first=first))
+        else:
+            spans.append(RowSpan(first, s.tail, s.end - s.tail, s.tail, s.floor_encoder, s.floor_decoder))
         first += s.tail
     return tuple(spans)
 

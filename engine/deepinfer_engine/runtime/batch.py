@@ -6,7 +6,7 @@ to know about shapes is kept as integers (``rows``), so that building and runnin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,6 +26,9 @@ class RowInput(NamedTuple):
     ``floor_encoder`` / ``floor_decoder``: lowest visible window position up to and after the cut.
     ``keep_blocks_below``: rows before this position leave block KV alone (PAD). ``tail``: rows that continue past the
     cut (None = all). ``logits``: which rows' logits are wanted.
+
+    ``floating``: a verify row whose start only the device knows; ``start`` is then the highest it can be, ``limit`` the
+    position from which on nothing is kept, and no tokens are given. Floating rows come first.
     """
 
     token_ids: Sequence[int]
@@ -39,10 +42,15 @@ class RowInput(NamedTuple):
     tail: int | None = None
     logits: Literal["last", "all", "none"] = "last"
     newest_unknown: bool = False
+    floating: bool = False
+    limit: int = 0
 
 
 class RowSpan(NamedTuple):
-    """Host view of a row: first token index in the step, count, start position, rows past the cut, window floors."""
+    """Host view of a row: first token index in the step, count, start position, rows past the cut, window floors.
+
+    Of a floating row ``start`` is an upper bound, and with a budget so is ``count`` (then ``first`` means nothing).
+    """
 
     first: int
     count: int
@@ -54,6 +62,23 @@ class RowSpan(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Floating:
+    """The first F rows of a step: verify rows of ``tokens`` tokens altogether. int64 [F], filled by ``settle``.
+
+    ``slot_F``: ring slot; ``limit_F``: positions from it on are not kept. ``start_F``, ``first_F``, ``count_F``: where
+    each row starts, its first token in the step, how many it has.
+    """
+
+    rows: int
+    tokens: int
+    slot_F: Tensor
+    limit_F: Tensor
+    start_F: Tensor
+    first_F: Tensor
+    count_F: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,11 +102,23 @@ class Batch:
     block_table_BP: Tensor
     tail_T: Tensor | None
     logits_T: Tensor
+    floating: Floating | None = None
 
 
-def build_batch(rows: Sequence[RowInput], layout: KVLayout, *, ngram: int, device: str = "cpu") -> Batch:
-    """Concatenate rows into a ``Batch``. ``ngram``: the largest n-gram order of the hash memory (history per token)."""
+def build_batch(
+    rows: Sequence[RowInput], layout: KVLayout, *, ngram: int, device: str = "cpu", budget: int | None = None
+) -> Batch:
+    """Concatenate rows into a ``Batch``. ``ngram``: the largest n-gram order of the hash memory (history per token).
+
+    ``budget``: drafts that the floating rows verify altogether, shared out on the device; None: every row all of its.
+    """
+    floating = [r for r in rows if r.floating]
+    assert all(r.floating for r in rows[: len(floating)]), "floating rows come first"
+    if budget is not None and floating:
+        rows = _shared_out(rows, len(floating), budget)
     spans, history, origin, tails, wanted = _spans(rows, ngram)
+    if budget is not None:
+        spans = tuple(s._replace(count=r.count) for s, r in zip(spans, floating, strict=False)) + spans[len(floating) :]
     B = len(rows)
     start_B, count_B, slot_B, keep_B = np.array(
         [(r.start, r.count, r.slot, r.keep_blocks_below) for r in rows], dtype=np.int64
@@ -98,7 +135,8 @@ def build_batch(rows: Sequence[RowInput], layout: KVLayout, *, ngram: int, devic
     table = np.zeros((B, max(len(r.block_ids) for r in rows)), dtype=np.int64)
     for b, r in enumerate(rows):
         table[b, : len(r.block_ids)] = r.block_ids
-    slots = table[row, pos // BLOCK_TOKENS] * BLOCK_TOKENS + pos % BLOCK_TOKENS
+    last = table.shape[1] - 1
+    slots = table[row, np.minimum(pos // BLOCK_TOKENS, last)] * BLOCK_TOKENS + pos % BLOCK_TOKENS
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
@@ -116,7 +154,66 @@ def build_batch(rows: Sequence[RowInput], layout: KVLayout, *, ngram: int, devic
         block_table_BP=tensor(table),
         tail_T=None if tails is None else tensor(tails),
         logits_T=tensor(np.array(wanted, dtype=np.int64)),
+        floating=_floating(rows, floating, tensor),
     )
+
+
+def _shared_out(rows: Sequence[RowInput], floating: int, budget: int) -> list[RowInput]:
+    """Rows with ``budget`` drafts given to the first floating rows: only their number matters before ``settle``."""
+    out = list(rows)
+    for b in range(floating):
+        drafts = min(budget, rows[b].count - 1)
+        out[b] = rows[b]._replace(count=1 + drafts)
+        budget -= drafts
+    assert budget == 0, "a budget above what the rows can take"
+    return out
+
+
+def _floating(
+    rows: Sequence[RowInput], floating: Sequence[RowInput], tensor: Callable[[np.ndarray], Tensor]
+) -> Floating | None:
+    if not floating:
+        return None
+    F = len(floating)
+    count = np.array([r.count for r in rows[:F]], dtype=np.int64)
+    start, slot, limit = np.array([(r.start, r.slot, r.limit) for r in floating], dtype=np.int64).T
+    return Floating(
+        F, int(count.sum()), tensor(slot), tensor(limit), tensor(start), tensor(np.cumsum(count) - count), tensor(count)
+    )
+
+
+def settle(
+    batch: Batch, layout: KVLayout, recent: Tensor, drafts: Tensor, length: Tensor, shares: Tensor | None
+) -> None:
+    """Put the device's truth into the floating rows of a batch, in place and without waiting.
+
+    recent [F, nmax]: newest token (the anchor) and those before it, −1 before the start; drafts [F, J]; length [F]
+    tokens committed, the anchor included; shares [F]: drafts of each row, whose sum is the budget (None: as built).
+    """
+    f = batch.floating
+    assert f is not None
+    T = f.tokens
+    f.start_F.copy_(length - 1)
+    if shares is not None:
+        f.count_F.copy_(shares + 1)
+        f.first_F.copy_(f.count_F.cumsum(0) - f.count_F)
+    at = torch.arange(T, device=recent.device)
+    row = torch.searchsorted(f.first_F, at, right=True) - 1
+    off = at - f.first_F[row]
+    pos = f.start_F[row] + off
+    nmax = recent.shape[1]
+    known = torch.cat((recent.flip(1), drafts), 1)[row]
+    lags = known.gather(1, nmax - 1 + off.unsqueeze(1) - torch.arange(nmax, device=at.device))
+    slot = f.slot_F[row]
+    block = (pos // BLOCK_TOKENS).clamp(max=batch.block_table_BP.shape[1] - 1)
+    blocks = batch.block_table_BP[row, block] * BLOCK_TOKENS + pos % BLOCK_TOKENS
+    batch.row_T[:T] = row
+    batch.pos_T[:T] = pos
+    batch.ids_T[:T] = lags[:, 0]
+    batch.lag_ids_TN[:T] = lags
+    batch.ring_slot_T[:T] = slot * layout.ring + pos % layout.ring
+    batch.pair_slot_T[:T] = slot * layout.pair_ring + pos % layout.pair_ring
+    batch.block_slot_T[:T] = torch.where(pos < f.limit_F[row], blocks, PAD)
 
 
 def _spans(
@@ -136,7 +233,10 @@ def _spans(
         spans.append(RowSpan(first, r.count, r.start, tail, r.floor_encoder, r.floor_decoder))
         before = max(0, r.start - ngram + 1)
         origin.append(len(history) - before)
-        history += r.token_ids[before : end - r.newest_unknown]
+        if r.floating:
+            history += [0] * (end - before)
+        else:
+            history += r.token_ids[before : end - r.newest_unknown]
         if r.newest_unknown:
             history.append(0)
         assert len(history) == origin[-1] + end, "a row needs all its tokens"

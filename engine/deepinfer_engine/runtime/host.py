@@ -20,6 +20,7 @@ from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.move_site import MoveSite
 from deepinfer_engine.runtime.runner import Runner
+from deepinfer_engine.runtime.speculate import Speculation
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
@@ -56,6 +57,7 @@ def host_runner(
 ) -> tuple[Runner, tuple[ShardReport, ...]]:
     """Load the share of this process and ``make`` its runner; and how fast each shard was read."""
     ops = resolve_ops(profile)
+    drafts = profile.spec.verify != "off"
     loaded = load_model(
         checkpoint,
         tokenizer,
@@ -66,10 +68,11 @@ def host_runner(
         placement=placement,
         share=share,
         connect=connect,
+        draft=drafts,
     )
     config, capacity, ranks = checkpoint.config, Capacity.of(profile), len(share.dp_ranks)
     kv = KVState(
-        KVLayout.of(config, records=ops.numerics.records),
+        KVLayout.of(config, records=ops.numerics.records, draft=drafts),
         ops,
         slots=ranks * capacity.rows,
         blocks=ranks * capacity.blocks,
@@ -77,6 +80,16 @@ def host_runner(
     )
     kept = replay_shape(profile, checkpoint).snapshot_layers
     runner = make(loaded.model, kv, ops, loaded.mesh, device, lane, kept=kept)
+    if loaded.draft is not None:
+        runner.speculation = Speculation(
+            loaded.draft,
+            tokens=profile.spec.draft_tokens,
+            slots=ranks * capacity.rows,
+            ngram=config.engram_max_ngram_size,
+            vocab=config.vocab_size,
+            mode=profile.spec.mode,
+            device=device,
+        )
     if profile.ranks > 1 and profile.eplb.period_steps:
         runner.site = site = _move_site(runner)
         runner.commands["experts.prepare"] = lambda order: site.prepare(order).digest

@@ -23,21 +23,25 @@ from deepinfer_engine.runtime.batch import Batch, RowInput, build_batch
 from deepinfer_engine.runtime.expert_watch import ExpertWatch
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.move_site import MoveSite
+from deepinfer_engine.runtime.speculate import Record, RowMap, Speculation
 from deepinfer_engine.sample.sampler import Draws, Sampler
-from deepinfer_engine.types import Move, Sequence, StepPlan, TokenLogprob
+from deepinfer_engine.types import Move, PlannedRow, Sequence, StepPlan, TokenLogprob
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Drawn id of every sampled row (negative where it failed), their log-probabilities where wanted, tokens per
-    expert int64 [L, E], host time of building and time from launch to the drawn ids in ms, payloads of exports."""
+    """Drawn ids of every sampled row (negative where one failed), their log-probabilities where wanted, drafts it
+    verified and accepted, tokens per expert int64 [L, E], host time of building and time from launch to the drawn ids
+    in ms, payloads of exports."""
 
-    tokens: dict[int, int]
-    logprobs: dict[int, TokenLogprob]
+    tokens: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprob]]
     load_LE: Tensor
     build_ms: float
     run_ms: float
     moved: list[tuple[Move, bytes]]
+    verified: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,19 @@ class Joint:
 
 @dataclass
 class Flight:
-    """A step between launch and collection. ``sampled``: sequence id → row of this process's logits."""
+    """A step between launch and collection. ``sampled``: sequence id → first row of this process's logits; ``first``:
+    its token in the step.
+
+    ``draws`` and ``home`` without speculation, ``record`` with it.
+    """
 
     plan: StepPlan
     sampled: dict[int, int]
+    first: dict[int, int]
+    batch: Batch | None
     build_ms: float
     drawn_rows: dict[int, int] = field(default_factory=dict)
+    record: Record | None = None
     logits: Tensor | None = None
     load_LE: Tensor | None = None
     draws: Draws | None = None
@@ -81,8 +92,12 @@ class Runner:
         *,
         kept: range = range(0),
         watch: ExpertWatch | None = None,
+        speculation: Speculation | None = None,
     ):
-        """``kept``: layers whose windows are copied at pivots. ``watch`` counts what the experts do."""
+        """``kept``: layers whose windows are copied at pivots. ``watch`` counts what the experts do. With
+        ``speculation`` decode rows verify drafts."""
+        self.speculation = speculation
+        self.drafts: dict[int, tuple[int, ...]] = {}
         self.kept = kept
         self.watch = watch
         self.model = model
@@ -112,10 +127,17 @@ class Runner:
         began = time.perf_counter()
         rows: list[RowInput] = []
         sampled: dict[int, int] = {}
+        firsts: dict[int, int] = {}
         late: list[tuple[int, int]] = []  # (token index, row of the previous step's draws)
-        first = 0
+        first = wanted = 0
         for row in plan.rows:
             seq = sequences[row.seq_id]
+            if self.speculation is not None and row.kind == "decode":
+                rows.append(_floating_row(seq, row))
+                sampled[row.seq_id], firsts[row.seq_id] = wanted, first
+                wanted += row.count
+                first += row.count
+                continue
             unknown = row.start + row.count > len(seq.token_ids)
             if unknown:
                 assert previous is not None and row.count == 1
@@ -134,20 +156,23 @@ class Runner:
                     **limits,
                 )
             )
-            if row.sample:
-                sampled[row.seq_id] = len(sampled)
             first += row.count
+            if row.sample:
+                sampled[row.seq_id], firsts[row.seq_id] = wanted, first - 1
+                wanted += 1
         ngram = self.model.config.engram_max_ngram_size
         batch = build_batch(rows, self.kv.layout, ngram=ngram, device=self.device) if rows else None
         past_cut, tokens = (False, first) if joint is None else (joint.past_cut, joint.tokens)
         where = self._pairs(late) if late else None
-        flight = Flight(plan, sampled, (time.perf_counter() - began) * 1000)
+        flight = Flight(plan, sampled, firsts, batch, (time.perf_counter() - began) * 1000)
 
         def work() -> None:
             flight.started_s = time.perf_counter()
             if where is not None:
                 assert batch is not None and previous is not None and previous.draws is not None
                 _fill(batch, where, previous.draws.ids)
+            if self.speculation is not None and batch is not None:
+                self.speculation.place(batch, self.kv.layout)
             flight.moved += self._move(plan.before)
             if batch is None:
                 out = self.model.idle(self.ops, self.mesh, past_cut=past_cut)
@@ -156,30 +181,99 @@ class Runner:
             flight.logits, flight.load_LE = out.logits, out.load_LE
             if self.watch is not None:
                 self.watch.add(out.load_LE, tokens, self.mesh.table.epoch)
+            if self.speculation is not None and batch is not None:
+                self.speculation.see(batch, out.taps, self.kv, self.ops)
             flight.moved += self._move(plan.after)
 
         flight.launched.append(self.lane.launch(work))
         return flight
 
     def sample(self, flight: Flight, sequences: Mapping[int, Sequence], masks: Mapping[int, np.ndarray]) -> None:
-        """Launch the drawing for rows whose sequence still runs as planned (``sequences``: uid → running sequence)."""
-        rows = [r for r in flight.plan.rows if r.seq_id in flight.sampled]
-        live = [r.seq_id for r in rows if r.seq_id in sequences and sequences[r.seq_id].generation == r.generation]
-        flight.drawn_rows = {uid: i for i, uid in enumerate(live)}
-        inputs = self.sampler.prepare([sequences[uid] for uid in live], masks) if live else None
-        index = None
-        if 0 < len(live) < len(flight.sampled):
-            index = torch.tensor([flight.sampled[u] for u in live]).to(self.device, non_blocking=True)
+        """Launch the drawing for rows whose sequence still runs as planned (``sequences``: uid → running sequence).
+
+        With speculation: verification, the commit of what it leaves, and the drafts after it. ``masks``: uid → int32
+        words of the tokens a grammar allows, with speculation one row of words per place.
+        """
+        live = self.live(flight, sequences)
+        seqs = [sequences[r.seq_id] for r in live]
+        flight.drawn_rows = {r.seq_id: i for i, r in enumerate(live)}
+        draw: Callable[[Tensor], None] | None = None
+        if live:
+            made = self._drawing if self.speculation is None else self._verification
+            draw = made(flight, live, seqs, masks)
 
         def work() -> None:
-            if inputs is not None:
+            if draw is not None:
                 assert flight.logits is not None
-                logits = flight.logits if index is None else flight.logits.index_select(0, index)
-                flight.draws = self.sampler.draw(logits, inputs)
+                draw(flight.logits)
             flight.logits = None
             self._send_home(flight)
 
         flight.launched.append(self.lane.launch(work))
+
+    def _drawing(
+        self, flight: Flight, live: list[PlannedRow], seqs: list[Sequence], masks: Mapping[int, np.ndarray]
+    ) -> Callable[[Tensor], None]:
+        inputs = self.sampler.prepare(seqs, masks)
+        index = None
+        if 0 < len(live) < len(flight.sampled):
+            index = torch.tensor([flight.sampled[r.seq_id] for r in live]).to(self.device, non_blocking=True)
+
+        def draw(logits: Tensor) -> None:
+            flight.draws = self.sampler.draw(logits if index is None else logits.index_select(0, index), inputs)
+
+        return draw
+
+    def _verification(
+        self, flight: Flight, live: list[PlannedRow], seqs: list[Sequence], masks: Mapping[int, np.ndarray]
+    ) -> Callable[[Tensor], None]:
+        spec = self.speculation
+        assert spec is not None
+        eos = self.model.config.eos_token_id
+        inputs = self.sampler.prepare_verify(
+            seqs,
+            masks,
+            places=spec.tokens + 1,
+            stops=[_stop_ids(s, eos) for s in seqs],
+            room=[s.max_len - len(s.token_ids) for s in seqs],
+        )
+        params = [s.request.sampling for s in seqs]
+        wanted = tuple(i for i, p in enumerate(params) if p.logprobs)
+        top = max((p.top_logprobs for p in params), default=0)
+        floating = {r.seq_id: i for i, r in enumerate(r for r in flight.plan.rows if r.kind == "decode")}
+        uids = [r.seq_id for r in live]
+        columns = (
+            [floating.get(u, -1) for u in uids],
+            [flight.sampled[u] for u in uids],
+            [flight.first[u] for u in uids],
+            [s.slot for s in seqs],
+            [s.context_from for s in seqs],
+        )
+        both = torch.tensor(columns, dtype=torch.int64).to(self.device, non_blocking=True)
+        where = RowMap(*both.unbind(0))
+
+        assert flight.batch is not None
+        batch = flight.batch
+
+        def draw(logits: Tensor) -> None:
+            flight.record = spec.judge(batch, logits, where, inputs, self.kv, self.ops, wanted=wanted, top=top)
+
+        return draw
+
+    @staticmethod
+    def live(flight: Flight, sequences: Mapping[int, Sequence]) -> list[PlannedRow]:
+        """Sampled rows whose sequence still runs as planned."""
+        rows = (r for r in flight.plan.rows if r.seq_id in flight.sampled and r.seq_id in sequences)
+        return [r for r in rows if sequences[r.seq_id].generation == r.generation]
+
+    def ahead(self, row: PlannedRow) -> tuple[int, ...]:
+        """Drafts that a row about to be drawn verifies; known once the step before was collected."""
+        return self.drafts[row.seq_id][: row.drafts] if row.drafts else ()
+
+    def forget(self, uid: int) -> None:
+        """Drop what is kept on the host for a finished sequence."""
+        self.sampler.forget(uid)
+        self.drafts.pop(uid, None)
 
     def collect(self, flight: Flight) -> StepOutput:
         """Wait for a step's ids. Raises what its launched work raised."""
@@ -189,23 +283,37 @@ class Runner:
             flight.ready.synchronize()
             flight.run_ms = (time.perf_counter() - flight.started_s) * 1000
         assert flight.load_LE is not None
-        tokens: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprob] = {}
-        home = flight.home
-        if home is not None:
-            tokens = dict(zip(flight.drawn_rows, home.ids.tolist(), strict=True))
-            logprobs = _logprobs(home, list(flight.drawn_rows))
+        if flight.record is not None:
+            return self._read_record(flight, flight.record)
+        tokens: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        if (home := flight.home) is not None:
+            tokens = {uid: [token] for uid, token in zip(flight.drawn_rows, home.ids.tolist(), strict=True)}
+            logprobs = {uid: [found] for uid, found in _logprobs(home, list(flight.drawn_rows)).items()}
         return StepOutput(tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms, flight.moved)
+
+    def _read_record(self, flight: Flight, record: Record) -> StepOutput:
+        rows = list(flight.drawn_rows)
+        lines = zip(record.tokens.tolist(), record.count.tolist(), strict=True)
+        tokens = {uid: line[:n] for uid, (line, n) in zip(rows, lines, strict=True)}
+        self.drafts.update(zip(rows, map(tuple, record.drafts.tolist()), strict=True))
+        assert flight.load_LE is not None
+        return StepOutput(
+            tokens,
+            _record_logprobs(record, rows, tokens),
+            flight.load_LE,
+            flight.build_ms,
+            flight.run_ms,
+            flight.moved,
+            verified=dict(zip(rows, record.verified.tolist(), strict=True)),
+            accepted=dict(zip(rows, record.accepted.tolist(), strict=True)),
+        )
 
     def command(self, name: str, body: Any = None) -> list[Any]:
         """Run a command between two steps and wait for it: a list of one, as there is one process."""
         out: list[Any] = []
         self.lane.launch(lambda: out.append(self.commands[name](body))).result()
         return out
-
-    def forget(self, uid: int) -> None:
-        """Drop what is kept for a sequence that ended."""
-        self.sampler.forget(uid)
 
     def _move(self, moves: tuple[Move, ...]) -> list[tuple[Move, bytes]]:
         """Copy KV into and out of the cache; payloads of the exports."""
@@ -236,6 +344,8 @@ class Runner:
             parts = (flight.draws.ids, flight.draws.wanted, flight.draws.logprob)
             parts += (flight.draws.top_ids, flight.draws.top_values)
             flight.home = Draws(*(None if t is None else _pinned(t) for t in parts))  # pyright: ignore[reportArgumentType]
+        if flight.record is not None:
+            flight.record = flight.record.moved(_pinned)
         flight.ready = torch.cuda.Event()
         flight.ready.record()
 
@@ -265,3 +375,33 @@ def _logprobs(draws: Draws, uids: list[int]) -> dict[int, TokenLogprob]:
         uids[row]: TokenLogprob(ids[row], values[w], tuple(zip(best[w], best_values[w], strict=True)))
         for w, row in enumerate(draws.wanted.tolist())
     }
+
+
+def _record_logprobs(record: Record, uids: list[int], tokens: Mapping[int, list[int]]) -> dict[int, list[TokenLogprob]]:
+    """One entry per committed token of the rows that want them."""
+    if record.logprob is None or record.top_ids is None or record.top_values is None:
+        return {}
+    values, best, best_values = record.logprob.tolist(), record.top_ids.tolist(), record.top_values.tolist()
+    places = record.tokens.shape[1]
+    out = {}
+    for w, row in enumerate(record.wanted):
+        ids = tokens[uids[row]]
+        at = range(w * places, w * places + len(ids))
+        out[uids[row]] = [
+            TokenLogprob(token, values[i], tuple(zip(best[i], best_values[i], strict=True)))
+            for token, i in zip(ids, at, strict=True)
+        ]
+    return out
+
+
+def _floating_row(seq: Sequence, row: PlannedRow) -> RowInput:
+    made = RowInput((), row.start + row.slack, row.count, seq.slot, seq.block_ids, logits="all")
+    made = made._replace(floating=True, limit=seq.max_len)
+    if seq.span is None:
+        return made
+    return made._replace(**(vars(seq.span.limits(row.start, row.count)) | {"tail": None}))
+
+
+def _stop_ids(seq: Sequence, eos: int) -> tuple[int, ...]:
+    sampling = seq.request.sampling
+    return sampling.stop_token_ids if sampling.ignore_eos else (eos, *sampling.stop_token_ids)

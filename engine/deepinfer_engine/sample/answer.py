@@ -82,11 +82,21 @@ class AnswerTrack:
         events, self.cut = self._scanner.push(event, self._tokenizer.token_bytes(token))
         return self._show(events)
 
-    def mask(self, thoughts: np.ndarray) -> np.ndarray | None:
-        """int32 words of the tokens the grammar allows now (``thoughts`` inside the reasoning); None: all."""
+    def masks(self, thoughts: np.ndarray, drafts: Ids[int] = ()) -> list[np.ndarray | None]:
+        """int32 words of the tokens the grammar allows now and after each of ``drafts`` (``thoughts`` inside the
+        reasoning); None: all. Behind a draft it does not allow nothing will be used, and nothing is masked."""
         if self.grammar is None:
-            return None
-        return thoughts if self.thinking else self.grammar.mask()
+            return [None] * (1 + len(drafts))
+        thinking, taken, out = self.thinking, 0, [thoughts if self.thinking else self.grammar.mask()]
+        for token in drafts:
+            if not thinking:
+                if self.grammar.ended or not self.grammar.accept(token):
+                    break
+                taken += 1
+            thinking = token == self._marks.start or (thinking and token != self._marks.end)
+            out.append(thoughts if thinking else None if self.grammar.ended else self.grammar.mask())
+        self.grammar.rollback(taken)
+        return out + [None] * (1 + len(drafts) - len(out))
 
     def finish(self) -> list[TokenEvent]:
         """Events still held back when the answer ended for another reason than a stop string."""

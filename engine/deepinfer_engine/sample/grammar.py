@@ -106,6 +106,11 @@ class GrammarState:
         words = np.zeros((1, self._words), dtype=np.int32)
         return words[0] if self._matcher.fill_next_token_bitmask(words, 0) else None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the answer was accepted; nothing may follow."""
+        return self._matcher.is_terminated()
+
     def accept(self, token: int) -> bool:
         """Advance by a token; False (and nothing changes) when the grammar does not allow it."""
         return self._matcher.accept_token(token)

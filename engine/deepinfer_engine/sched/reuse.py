@@ -206,7 +206,7 @@ class Reuse:
         pivot = due_pivot(seq.windowed, known)
         # the rings hold the windows before a pivot until more than the rollback rows follow
         assert self.shape is not None
-        if pivot is not None and seq.num_computed - pivot <= self.shape.slack and tiers.windows.capacity:
+        if pivot is not None and seq.num_computed + seq.ahead - pivot <= self.shape.slack and tiers.windows.capacity:
             seq.windowed = pivot
             key = seq.keys[pivot // BLOCK_TOKENS - 1]
             if not (replayed and tiers.windows.strict) and not tiers.windows.has(key, self.clock()):

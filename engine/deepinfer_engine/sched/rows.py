@@ -28,9 +28,16 @@ class DecodePlan:
 
 
 def plan_decode(
-    running: Iterable[Seq], free_blocks: Sequence[int], users: Callable[[int], int] = lambda block: 1
+    running: Iterable[Seq],
+    free_blocks: Sequence[int],
+    users: Callable[[int], int] = lambda block: 1,
+    *,
+    draft_tokens: int = 0,
 ) -> DecodePlan:
     """Rows of every sequence that has one token to compute. ``free_blocks``: per rank; ``users``: of a block.
+
+    With ``draft_tokens`` a row also verifies that many drafts, as far as its answer may still grow; it holds blocks for
+    the furthest position it may reach.
 
     A sequence whose tokens in flight already reach its limit has no row. Worked example: a rank without free blocks
     runs sequences 1, 2, 3 (by arrival) and 1 needs a block: 3 is preempted, whatever it holds.
@@ -46,9 +53,12 @@ def plan_decode(
             continue
         if total >= seq.max_len:
             continue  # the token in flight is the last one it may draw
-        if computed // BLOCK_TOKENS >= len(seq.block_ids):
+        drafts = min(draft_tokens, seq.max_len - total - 1)
+        furthest = min(computed + seq.ahead + drafts, seq.max_len - 1)
+        if furthest // BLOCK_TOKENS >= len(seq.block_ids):
             grow.append(seq)
-        rows.append(PlannedRow(seq.uid, seq.dp_rank, computed, 1, "decode", True, seq.generation))
+        row = PlannedRow(seq.uid, seq.dp_rank, computed, 1 + drafts, "decode", True, seq.generation, drafts, seq.ahead)
+        rows.append(row)
     if not grow:
         return DecodePlan(rows, grow, [], prefilling)
     victims = _victims(running, grow, free_blocks, users)

@@ -12,7 +12,8 @@ them: steps run in order on one device, so whoever gets them next writes later.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from deepinfer_engine.sched.prefill_budget import CostFit
 from deepinfer_engine.sched.reuse import Reuse
 from deepinfer_engine.sched.router import Head, RankLoad, route
 from deepinfer_engine.sched.rows import plan_decode, plan_prefill
-from deepinfer_engine.types import FinishReason, Sequence, StepPlan
+from deepinfer_engine.types import FinishReason, PlannedRow, Sequence, StepPlan
 
 #: weight of the latest answer's length in the expected length of the next
 _LENGTH_DECAY = 0.1
@@ -35,7 +36,7 @@ _LENGTH_DECAY = 0.1
 class Limits:
     """Capacities: data-parallel ranks, and per rank the rows, blocks and prompt tokens of a step.
 
-    ``step_budget_ms`` 0 means that prompt chunks are cut by tokens only.
+    ``step_budget_ms`` 0 means that prompt chunks are cut by tokens only. ``draft_tokens`` 0: no drafts are verified.
     """
 
     dp: int
@@ -45,6 +46,7 @@ class Limits:
     context_tokens: int
     eos_token_id: int
     step_budget_ms: float = 0.0
+    draft_tokens: int = 0
 
 
 class Drawn(NamedTuple):
@@ -53,6 +55,14 @@ class Drawn(NamedTuple):
     seq: Sequence
     token: int
     reason: FinishReason | None
+
+
+def _follow_context(seq: Sequence, row: PlannedRow) -> None:
+    """Tokens that stop at the cut have no taps, so the draft blocks get no context row of them."""
+    assert seq.span is not None
+    tail = seq.span.limits(row.start, row.count).tail
+    if tail is not None and tail < row.count:
+        seq.context_from = row.start + row.count - tail
 
 
 class Scheduler:
@@ -154,9 +164,9 @@ class Scheduler:
         del self.waiting[seq.uid]
         seq.dp_rank = rank
         seq.slot = rank * self.limits.rows + self.slots[rank].take(1)[0]
-        seq.pending = 0
+        seq.pending = seq.ahead = 0
         self.reuse.place(seq)
-        seq.num_computed = 0 if seq.span is None else seq.span.start
+        seq.num_computed = seq.context_from = 0 if seq.span is None else seq.span.start
         seq.expected_len = self._expected(seq)
         seq.state = "running"
         self.running[seq.uid] = seq
@@ -173,7 +183,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Preempt, admit and plan one step; no rows when nothing can run before a result comes back."""
         free = [pool.free for pool in self.blocks] if self.running else []
-        decode = plan_decode(self.running.values(), free, self.reuse.users)
+        decode = plan_decode(self.running.values(), free, self.reuse.users, draft_tokens=self.limits.draft_tokens)
         for seq in decode.preempt:
             self._preempt(seq)
         for seq in decode.grow:
@@ -189,11 +199,14 @@ class Scheduler:
         )
         rows = (*decode.rows, *prefill)
         running, shares = self.running, self.reuse.tiers is not None
-        for uid, _, start, count, _, sample, _ in rows:
-            seq = running[uid]
-            seq.num_computed = start + count
-            if sample:
+        for row in rows:
+            seq = running[row.seq_id]
+            seq.num_computed = row.start + row.count - row.drafts
+            if row.sample:
                 seq.pending += 1
+                seq.ahead += row.drafts
+            if row.kind == "prefill" and seq.span is not None:
+                _follow_context(seq, row)
             if shares:
                 self.reuse.advance(seq)
         self._step += 1
@@ -207,7 +220,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._release(seq)
-        seq.pending = 0
+        seq.pending = seq.ahead = 0
         seq.generation += 1
         seq.preemptions += 1
         self.preemptions += 1
@@ -215,25 +228,34 @@ class Scheduler:
 
     # ------------------------------------------------------------ completion
 
-    def commit(self, plan: StepPlan, tokens: Mapping[int, int]) -> list[Drawn]:
-        """Apply a step's result: ``tokens`` holds the drawn id of every sampled row, negative for one that failed.
+    def commit(self, plan: StepPlan, tokens: Mapping[int, int | Items[int]]) -> list[Drawn]:
+        """``committed`` at once."""
+        return list(self.committed(plan, tokens))
 
-        Rows of sequences that ended or were preempted since the step was planned are dropped.
+    def committed(self, plan: StepPlan, tokens: Mapping[int, int | Items[int]]) -> Iterator[Drawn]:
+        """Apply a step's result token by token: ``tokens`` holds what every sampled row drew, negative where it failed.
+
+        Rows of sequences that ended or were preempted since the step was planned are dropped, and so are the tokens
+        after one with which the sequence ended; the caller may end it between two of them.
         """
-        drawn = []
         for row in plan.rows:
             if not row.sample:
                 continue
             seq = self.running.get(row.seq_id)
             if seq is None or seq.generation != row.generation:
                 continue
+            drawn = tokens[row.seq_id]
             seq.pending -= 1
-            token = tokens[row.seq_id]
-            reason = self._append(seq, token)
-            if reason is not None:
-                self.finish(seq, reason)
-            drawn.append(Drawn(seq, token, reason))
-        return drawn
+            seq.ahead -= row.drafts
+            seq.num_computed -= 1
+            for token in (drawn,) if isinstance(drawn, int) else drawn:
+                seq.num_computed += 1
+                reason = self._append(seq, token)
+                if reason is not None:
+                    self.finish(seq, reason)
+                yield Drawn(seq, token, reason)
+                if seq.state != "running":
+                    break
 
     def _append(self, seq: Sequence, token: int) -> FinishReason | None:
         if token < 0:

@@ -187,6 +187,13 @@ class Checkpoint:
                 raise ArtefactError(f"tensor {name} in {self._file(name)}: names experts outside 0..{experts - 1}")
 
 
+def no_draft_weights(directory: Path) -> ArtefactError:
+    """Speculation is asked for, and a checkpoint that may be without its draft blocks is."""
+    return ArtefactError(
+        f"{directory}: holds no draft weights, which speculation needs", hint="--set spec.verify=off runs without them"
+    )
+
+
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """No garbage collection while half a million objects are made that all stay: it would take a third of the time."""
