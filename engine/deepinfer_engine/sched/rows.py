@@ -53,6 +53,11 @@ def plan_decode(
             continue
         if total >= seq.max_len:
             continue  # the token in flight is the last one it may draw
+        if not draft_tokens:
+            if computed // BLOCK_TOKENS >= len(seq.block_ids):
+                grow.append(seq)
+            rows.append(PlannedRow(seq.uid, seq.dp_rank, computed, 1, "decode", True, seq.generation))
+            continue
         drafts = min(draft_tokens, seq.max_len - total - 1)
         furthest = min(computed + seq.ahead + drafts, seq.max_len - 1)
         if furthest // BLOCK_TOKENS >= len(seq.block_ids):

@@ -59,7 +59,8 @@ class Drawn(NamedTuple):
 
 def _follow_context(seq: Sequence, row: PlannedRow) -> None:
     """Tokens that stop at the cut have no taps, so the draft blocks get no context row of them."""
-    assert seq.span is not None
+    if seq.span is None:
+        return
     tail = seq.span.limits(row.start, row.count).tail
     if tail is not None and tail < row.count:
         seq.context_from = row.start + row.count - tail
@@ -199,16 +200,18 @@ class Scheduler:
         )
         rows = (*decode.rows, *prefill)
         running, shares = self.running, self.reuse.tiers is not None
-        for row in rows:
-            seq = running[row.seq_id]
-            seq.num_computed = row.start + row.count - row.drafts
-            if row.sample:
+        for uid, _, start, count, _, sample, _, drafts, _ in rows:
+            seq = running[uid]
+            seq.num_computed = start + count - drafts
+            if sample:
                 seq.pending += 1
-                seq.ahead += row.drafts
-            if row.kind == "prefill" and seq.span is not None:
-                _follow_context(seq, row)
+                if drafts:
+                    seq.ahead += drafts
             if shares:
                 self.reuse.advance(seq)
+        if self.limits.draft_tokens:
+            for row in prefill:
+                _follow_context(running[row.seq_id], row)
         self._step += 1
         gone = tuple(s.uid for s in decode.preempt)
         return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves(bool(rows)))
@@ -246,10 +249,13 @@ class Scheduler:
                 continue
             drawn = tokens[row.seq_id]
             seq.pending -= 1
-            seq.ahead -= row.drafts
-            seq.num_computed -= 1
+            if row.drafts:
+                seq.ahead -= row.drafts
+            first = True
             for token in (drawn,) if isinstance(drawn, int) else drawn:
-                seq.num_computed += 1
+                if not first:
+                    seq.num_computed += 1
+                first = False
                 reason = self._append(seq, token)
                 if reason is not None:
                     self.finish(seq, reason)
