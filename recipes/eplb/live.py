@@ -1,6 +1,6 @@
 """Expert balance of nano's real routing without, with static and with live placement, and what live placement costs.
 
-    python -m recipes.eplb.live [--profiles decode-ep8,decode-ep64] [--rows 64] [--steps 96] [--out FILE.jsonl]
+    python -m recipes.eplb.live [--profiles decode-ep8,decode-ep64] [--rows 16] [--steps 96] [--out FILE.jsonl]
 
 One run per profile with live rebalancing. Its traffic shifts: sums, then JSON records, then look-ups in lists, then
 continued words; requests enter as rows become free, and the mix changes every ``--steps`` steps. Routing does not
@@ -182,10 +182,10 @@ def show(row: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", default="decode-ep8,decode-ep64")
-    parser.add_argument("--rows", type=int, default=64, help="requests in flight")
+    parser.add_argument("--rows", type=int, default=16, help="requests in flight")
     parser.add_argument("--steps", type=int, default=96, help="steps of each kind of traffic")
     parser.add_argument("--window", type=int, default=32, help="steps a plan is made from")
-    parser.add_argument("--period", type=int, default=48, help="steps between two plans")
+    parser.add_argument("--period", type=int, default=32, help="steps between two plans")
     parser.add_argument("--out", type=Path, help="append one JSON line per profile")
     given = parser.parse_args(arguments)
     for name in given.profiles.split(","):
