@@ -33,10 +33,13 @@ from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
 from deepinfer_engine.runtime.leader import lead_runner
 from deepinfer_engine.runtime.rebalance import Rebalance, Rebalancer, RebalanceSettings
 from deepinfer_engine.runtime.runner import Flight, Runner
+from deepinfer_engine.runtime.step_curve import planner_for
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
 from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checked_grammar, require_library, vocabulary
 from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed, token_bits
 from deepinfer_engine.sched.scheduler import Drawn, Limits, Scheduler
+from deepinfer_engine.spec.budget import survival
+from deepinfer_engine.spec.calibrate import regime_of
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, Sequence, StepPlan, Timing, TokenEvent, TokenLogprob, Usage
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -175,7 +178,8 @@ class Engine:
             shape = replay_shape(profile, checkpoint)
             tiers = open_tiers(profile, shape, checkpoint, runner.kv.layout) if profile.cache.prefix else None
             runner.watch = _watch(profile, config, runner.mesh, device, recording=record_experts)
-            engine = cls(profile, checkpoint, tokenizer, runner, Scheduler(limits, shape, tiers), shards, world)
+            scheduler = Scheduler(limits, shape, tiers, planner_for(profile, checkpoint, runner, device))
+            engine = cls(profile, checkpoint, tokenizer, runner, scheduler, shards, world)
             undo.pop_all()
         return engine
 
@@ -192,12 +196,8 @@ class Engine:
         _check_ids(request, self.config)
         sampling = request.sampling
         drafting = self.profile.spec
-        if (
-            sampling.seed is not None
-            and sampling.temperature
-            and drafting.mode == "rejection"
-            and (drafting.verify == "adaptive")
-        ):
+        unsteady = drafting.mode == "rejection" and drafting.verify == "adaptive"
+        if unsteady and sampling.seed is not None and sampling.temperature:
             raise UsageError(
                 f"request {request.id!r}: a seed cannot be honoured with spec.mode rejection and spec.verify adaptive: "
                 "what is verified depends on the other requests",
@@ -470,6 +470,8 @@ class Engine:
         if self.runner.watch is not None:
             self.runner.watch.take()
         events: list[TokenEvent | Completion] = []
+        if flight.plan.draft:
+            self._observe_drafts(list(flight.drawn_rows))
         sound: dict[int, Sequence] = {}
         seen: dict[int, int] = {}
         for drawn in self.scheduler.committed(flight.plan, out.tokens):
@@ -486,6 +488,18 @@ class Engine:
         self.scheduler.reuse.keep(out.moved, list(sound.values()))
         self.times.post_ms.append((time.perf_counter() - now) * 1000)
         return events
+
+    def _observe_drafts(self, uids: list[int]) -> None:
+        """Tell the planner what the drafts of a step may be worth."""
+        planner, spec = self.scheduler.planner, self.runner.speculation
+        if planner is None or spec is None:
+            return
+        kept = [u for u in uids if u in self.scheduler.running]
+        if kept:
+            params = [self.scheduler.running[u].request.sampling for u in kept]
+            regime = [regime_of(p.temperature, spec.mode) for p in params]
+            logits = np.array([self.runner.confidence[u] for u in kept]) / spec.host_temperatures[regime]
+            planner.observe(survival(1 / (1 + np.exp(-logits.clip(-80, 80)))))
 
     def _count_drafts(self, seq: Sequence, verified: int, accepted: int, at: int) -> None:
         """Count the ``at``-th token of a row that verified drafts."""

@@ -194,7 +194,8 @@ class Sequence:
     every preemption: a result planned under an older one is dropped. ``expected_len`` is the length the router counted.
     ``span`` is the plan of its prefill; ``keys`` name its complete blocks, the first ``published`` of which others may
     share; ``windowed`` is the last pivot whose window KV was asked for. ``drafted`` and ``accepted`` count verified
-    drafts; ``context_from`` is the first position from which on the draft blocks have every context row.
+    drafts; ``context_from`` is the first position from which on the draft blocks have every context row;
+    ``drafts_ready``: the last planned step drafts for it.
     """
 
     request: Request
@@ -210,6 +211,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     context_from: int = 0
+    drafts_ready: bool = False
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     slot: int = -1
@@ -274,7 +276,7 @@ class StepPlan:
     """What one step runs, decode rows first. ``admitted`` and ``preempted`` are sequence ids.
 
     ``before`` and ``after``: moves around the rows. ``budget``: drafts verified altogether, where that is fewer than
-    the rows name; the device shares it out.
+    the rows name; the device shares it out. ``draft``: whether the next step may have drafts to verify.
     """
 
     step: int
@@ -284,6 +286,7 @@ class StepPlan:
     before: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
     budget: int | None = None
+    draft: bool = True
 
 
 @dataclass(frozen=True)

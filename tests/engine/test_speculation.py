@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import DeepInferError
 from deepinfer_engine.model.draft import Proposals
+from deepinfer_engine.spec.planner import BudgetPlanner, Choice
 from deepinfer_engine.types import Completion, Request, SamplingParams
 from tests.tiny_model import write_tiny_model
 
@@ -37,6 +39,7 @@ class Scripted:
     engine: Engine
     answers: Mapping[str, tuple[int, ...]]
     rng: random.Random
+    confident: bool = False
     planned: Counter[int] = field(default_factory=Counter)
 
     def write_context(self, taps, position, ring_slot, kv, ops) -> None:
@@ -57,7 +60,10 @@ class Scripted:
                     row[k] = (row[k] + 1 + self.rng.randrange(300)) % 360
             rows.append(row)
         drafts = torch.tensor(rows)
-        return Proposals(drafts, torch.zeros(drafts.shape), torch.zeros(*drafts.shape, 1), torch.zeros(0))
+        confidence = torch.zeros(drafts.shape)
+        if self.confident:  # of any size: it decides how the budget is shared, and nothing else
+            confidence.copy_(torch.tensor([[self.rng.gauss(0, 3) for _ in row] for row in rows]))
+        return Proposals(drafts, confidence, torch.zeros(*drafts.shape, 1), torch.zeros(0))
 
 
 def work(count: int, new: int, prompts: int, **sampling: Any) -> list[Request]:
@@ -153,6 +159,89 @@ def test_a_mixed_batch_answers_as_without_drafts(overlap):
         same(completion, want[completion.request_id])
     assert sum(c.usage.accepted for c in done) > 0
     assert all(c.usage.accepted <= c.usage.drafted for c in done)
+
+
+class AnyBudget:
+    """Chooses none, all or any number of drafts for every step."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+        self.observed = 0
+        self.ways: Counter[str] = Counter()
+
+    def observe(self, survival_BJ) -> None:
+        assert survival_BJ.shape[1] == 5 and (np.diff(survival_BJ, axis=1) <= 0).all()
+        self.observed += 1
+
+    def plan(self, rows: int, *, extra_ms: float = 0.0) -> Choice:
+        way = self.rng.choice(("off", "fixed", "adaptive", "adaptive"))
+        self.ways[way] += 1
+        return Choice(way, self.rng.randrange(0, 5 * rows + 1), 0.0)
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_any_budget_shared_out_on_the_device_gives_the_same_answers(overlap):
+    requests = mixed(30)
+    want = plain_answers(requests)
+    with open_engine(GOLDEN, "numerics.mode=float", "spec.verify=fixed", f"sched.overlap={overlap}") as engine:
+        planner = AnyBudget()
+        engine.scheduler.planner = cast(BudgetPlanner, planner)
+        answers = {k: c.token_ids for k, c in want.items()}
+        script = scripted(engine, answers)
+        script.confident = True
+        done = engine.generate(requests)
+    for completion in done:
+        same(completion, want[completion.request_id])
+    assert planner.observed > 5 and min(planner.ways.values()) > 3
+    assert 0 < sum(c.usage.accepted for c in done) < sum(c.usage.drafted for c in done)
+
+
+def test_adaptive_measures_its_curve_once_and_keeps_it(tmp_path):
+    requests = work(3, 12, 5)
+    want = {k: c.token_ids for k, c in plain_answers(requests).items()}
+    sets = ("numerics.mode=float", "spec.verify=adaptive", "sched.max_rows_per_rank=3", f"kernels.cache_dir={tmp_path}")
+    curves = []
+    for _ in range(2):
+        with open_engine(GOLDEN, *sets) as engine:
+            assert engine.scheduler.planner is not None
+            curve = engine.scheduler.planner.curve
+            curves.append(curve)
+            assert curve.rows == (1, 2, 3) and curve.drafts[-1] == 5
+            assert {c.request_id: c.token_ids for c in engine.generate(requests)} == want
+    assert len(list(tmp_path.glob("curve-*.json"))) == 1
+    assert curves[0] == curves[1], "a second measurement would differ"
+
+
+@pytest.mark.parametrize("vector", ["[1,1,0,1,1]", "[1,1,1]"])
+def test_confidence_temperatures_are_checked(vector):
+    with pytest.raises(DeepInferError) as refused:
+        open_engine(GOLDEN, "spec.verify=fixed", f"spec.confidence_temperatures={vector}")
+    assert refused.value.exit_code == 2
+
+
+def test_a_seed_that_adaptive_rejection_cannot_keep_is_refused():
+    with open_engine(GOLDEN, "spec.verify=fixed", "spec.mode=rejection") as engine:
+        spec = engine.profile.spec.model_copy(update={"verify": "adaptive"})
+        engine.profile = engine.profile.model_copy(update={"spec": spec})
+        with pytest.raises(DeepInferError, match="spec.mode rejection and spec.verify adaptive") as refused:
+            engine.submit(work(1, 4, 1, temperature=1.0, seed=3)[0])
+        assert refused.value.exit_code == 2
+
+
+def test_rejection_answers_every_request():
+    """The law is tested with the operations; here, that the loop feeds them: filters, penalties, limits, stops."""
+    requests = mixed(24)
+    plain = plain_answers(requests)
+    with open_engine(
+        GOLDEN, "numerics.mode=float", "spec.verify=fixed", "spec.mode=rejection", "sched.overlap=true"
+    ) as engine:
+        done = engine.generate(requests)
+    assert sum(c.usage.accepted for c in done) > 0
+    for request, completion in zip(requests, done, strict=True):
+        if request.sampling.temperature == 0:
+            same(completion, plain[request.id])
+        assert len(completion.token_ids) <= request.sampling.max_tokens and completion.error is None
+        assert not set(completion.token_ids) & set(request.sampling.banned_token_ids)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -37,9 +37,6 @@ def _not(*quiet: Any) -> Callable[[Any], bool]:
 NOT_BUILT: tuple[_Missing, ...] = (
     _Missing("role", _not("both"), "prefill and decode run on the same ranks of one process"),
     _Missing("cache.store.ttl_s.agent", _not(259_200), "all traffic is kept as chat"),
-    _Missing("spec.verify", lambda v: v == "adaptive", "every draft is verified"),
-    _Missing("spec.confidence_temperatures", _not((), []), "every draft is verified"),
-    _Missing("spec.curve_ttl_s", _not(3600), "every draft is verified"),
     _Missing("deadlines.build_s", _not(3600), "phases are not timed"),
     _Missing("deadlines.warmup_s", _not(1800), "phases are not timed"),
     _Missing("network.interface", _not(None), "the transport chooses; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME do it"),
@@ -50,7 +47,6 @@ NOT_BUILT: tuple[_Missing, ...] = (
 #: what needs all ranks in one process
 ONE_PROCESS: tuple[_Missing, ...] = (
     _Missing("eplb.period_steps", _not(0), "experts move between the ranks of one process only; they stay in place"),
-    _Missing("spec.verify", _not("off"), "drafts are made in one process only"),
 )
 
 

@@ -27,8 +27,9 @@ class RowInput(NamedTuple):
     ``keep_blocks_below``: rows before this position leave block KV alone (PAD). ``tail``: rows that continue past the
     cut (None = all). ``logits``: which rows' logits are wanted.
 
-    ``floating``: a verify row whose start only the device knows; ``start`` is then the highest it can be, ``limit`` the
-    position from which on nothing is kept, and no tokens are given. Floating rows come first.
+    ``floating``: a verify row whose start only the device knows. ``start`` is then the highest it can be, ``limit`` the
+    position from which on nothing is kept, ``order`` its place when drafts are shared out; it has no tokens of its own.
+    Floating rows come first.
     """
 
     token_ids: Sequence[int]
@@ -44,6 +45,7 @@ class RowInput(NamedTuple):
     newest_unknown: bool = False
     floating: bool = False
     limit: int = 0
+    order: int = 0
 
 
 class RowSpan(NamedTuple):
@@ -68,8 +70,9 @@ class RowSpan(NamedTuple):
 class Floating:
     """The first F rows of a step: verify rows of ``tokens`` tokens altogether. int64 [F], filled by ``settle``.
 
-    ``slot_F``: ring slot; ``limit_F``: positions from it on are not kept. ``start_F``, ``first_F``, ``count_F``: where
-    each row starts, its first token in the step, how many it has.
+    ``slot_F``: ring slot; ``limit_F``: positions from it on are not kept. ``cap_F``: most drafts of a row, ``order_F``
+    breaks ties when ``budget`` of them are shared out (None: every row has all of its). ``start_F``, ``first_F``,
+    ``count_F``: where each row starts, its first token in the step, how many it has.
     """
 
     rows: int
@@ -79,6 +82,9 @@ class Floating:
     start_F: Tensor
     first_F: Tensor
     count_F: Tensor
+    cap_F: Tensor
+    order_F: Tensor
+    budget: int | None
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def build_batch(
         block_table_BP=tensor(table),
         tail_T=None if tails is None else tensor(tails),
         logits_T=tensor(np.array(wanted, dtype=np.int64)),
-        floating=_floating(rows, floating, tensor),
+        floating=_floating(rows, floating, budget, tensor),
     )
 
 
@@ -170,15 +176,26 @@ def _shared_out(rows: Sequence[RowInput], floating: int, budget: int) -> list[Ro
 
 
 def _floating(
-    rows: Sequence[RowInput], floating: Sequence[RowInput], tensor: Callable[[np.ndarray], Tensor]
+    rows: Sequence[RowInput], floating: Sequence[RowInput], budget: int | None, tensor: Callable[[np.ndarray], Tensor]
 ) -> Floating | None:
     if not floating:
         return None
     F = len(floating)
     count = np.array([r.count for r in rows[:F]], dtype=np.int64)
-    start, slot, limit = np.array([(r.start, r.slot, r.limit) for r in floating], dtype=np.int64).T
+    start, slot, limit, cap, order = np.array(
+        [(r.start, r.slot, r.limit, r.count - 1, r.order) for r in floating], dtype=np.int64
+    ).T
     return Floating(
-        F, int(count.sum()), tensor(slot), tensor(limit), tensor(start), tensor(np.cumsum(count) - count), tensor(count)
+        rows=F,
+        tokens=int(count.sum()),
+        slot_F=tensor(slot),
+        limit_F=tensor(limit),
+        start_F=tensor(start),
+        first_F=tensor(np.cumsum(count) - count),
+        count_F=tensor(count),
+        cap_F=tensor(cap),
+        order_F=tensor(order),
+        budget=budget,
     )
 
 

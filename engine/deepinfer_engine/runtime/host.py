@@ -21,6 +21,7 @@ from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.move_site import MoveSite
 from deepinfer_engine.runtime.runner import Runner
 from deepinfer_engine.runtime.speculate import Speculation
+from deepinfer_engine.runtime.step_curve import temperatures_of
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
@@ -89,6 +90,7 @@ def host_runner(
             vocab=config.vocab_size,
             mode=profile.spec.mode,
             device=device,
+            temperatures=temperatures_of(profile, checkpoint),
         )
     if profile.ranks > 1 and profile.eplb.period_steps:
         runner.site = site = _move_site(runner)

@@ -25,6 +25,7 @@ from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.move_site import MoveSite
 from deepinfer_engine.runtime.speculate import Record, RowMap, Speculation
 from deepinfer_engine.sample.sampler import Draws, Sampler
+from deepinfer_engine.spec.calibrate import regime_of
 from deepinfer_engine.types import Move, PlannedRow, Sequence, StepPlan, TokenLogprob
 
 
@@ -97,7 +98,9 @@ class Runner:
         """``kept``: layers whose windows are copied at pivots. ``watch`` counts what the experts do. With
         ``speculation`` decode rows verify drafts."""
         self.speculation = speculation
+        #: by sequence: drafts that the next step verifies and their raw confidence, known once a step is collected
         self.drafts: dict[int, tuple[int, ...]] = {}
+        self.confidence: dict[int, tuple[float, ...]] = {}
         self.kept = kept
         self.watch = watch
         self.model = model
@@ -129,7 +132,7 @@ class Runner:
         sampled: dict[int, int] = {}
         firsts: dict[int, int] = {}
         late: list[tuple[int, int]] = []  # (token index, row of the previous step's draws)
-        first = wanted = 0
+        first = wanted = floats = 0
         for row in plan.rows:
             seq = sequences[row.seq_id]
             if self.speculation is not None and row.kind == "decode":
@@ -137,6 +140,9 @@ class Runner:
                 sampled[row.seq_id], firsts[row.seq_id] = wanted, first
                 wanted += row.count
                 first += row.count
+                floats += 1
+                if plan.budget is not None:
+                    first = wanted = floats + plan.budget
                 continue
             unknown = row.start + row.count > len(seq.token_ids)
             if unknown:
@@ -161,7 +167,7 @@ class Runner:
                 sampled[row.seq_id], firsts[row.seq_id] = wanted, first - 1
                 wanted += 1
         ngram = self.model.config.engram_max_ngram_size
-        batch = build_batch(rows, self.kv.layout, ngram=ngram, device=self.device) if rows else None
+        batch = build_batch(rows, self.kv.layout, ngram=ngram, device=self.device, budget=plan.budget) if rows else None
         past_cut, tokens = (False, first) if joint is None else (joint.past_cut, joint.tokens)
         where = self._pairs(late) if late else None
         flight = Flight(plan, sampled, firsts, batch, (time.perf_counter() - began) * 1000)
@@ -172,7 +178,7 @@ class Runner:
                 assert batch is not None and previous is not None and previous.draws is not None
                 _fill(batch, where, previous.draws.ids)
             if self.speculation is not None and batch is not None:
-                self.speculation.place(batch, self.kv.layout)
+                self.speculation.place(batch, self.kv.layout, self.ops)
             flight.moved += self._move(plan.before)
             if batch is None:
                 out = self.model.idle(self.ops, self.mesh, past_cut=past_cut)
@@ -248,6 +254,7 @@ class Runner:
             [flight.first[u] for u in uids],
             [s.slot for s in seqs],
             [s.context_from for s in seqs],
+            [regime_of(p.temperature, spec.mode) for p in params],
         )
         both = torch.tensor(columns, dtype=torch.int64).to(self.device, non_blocking=True)
         where = RowMap(*both.unbind(0))
@@ -256,7 +263,9 @@ class Runner:
         batch = flight.batch
 
         def draw(logits: Tensor) -> None:
-            flight.record = spec.judge(batch, logits, where, inputs, self.kv, self.ops, wanted=wanted, top=top)
+            flight.record = spec.judge(
+                batch, logits, where, inputs, self.kv, self.ops, wanted=wanted, top=top, draft=flight.plan.draft
+            )
 
         return draw
 
@@ -274,6 +283,7 @@ class Runner:
         """Drop what is kept on the host for a finished sequence."""
         self.sampler.forget(uid)
         self.drafts.pop(uid, None)
+        self.confidence.pop(uid, None)
 
     def collect(self, flight: Flight) -> StepOutput:
         """Wait for a step's ids. Raises what its launched work raised."""
@@ -297,6 +307,7 @@ class Runner:
         lines = zip(record.tokens.tolist(), record.count.tolist(), strict=True)
         tokens = {uid: line[:n] for uid, (line, n) in zip(rows, lines, strict=True)}
         self.drafts.update(zip(rows, map(tuple, record.drafts.tolist()), strict=True))
+        self.confidence.update(zip(rows, map(tuple, record.confidence.tolist()), strict=True))
         assert flight.load_LE is not None
         return StepOutput(
             tokens,
@@ -396,7 +407,7 @@ def _record_logprobs(record: Record, uids: list[int], tokens: Mapping[int, list[
 
 def _floating_row(seq: Sequence, row: PlannedRow) -> RowInput:
     made = RowInput((), row.start + row.slack, row.count, seq.slot, seq.block_ids, logits="all")
-    made = made._replace(floating=True, limit=seq.max_len)
+    made = made._replace(floating=True, limit=seq.max_len, order=seq.uid)
     if seq.span is None:
         return made
     return made._replace(**(vars(seq.span.limits(row.start, row.count)) | {"tail": None}))

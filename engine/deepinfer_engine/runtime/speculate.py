@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,20 +64,36 @@ class Record:
 @dataclass(frozen=True)
 class RowMap:
     """Where B sampled rows are, int64 [B] on the device: which floating row (−1: a prompt's last token), and for
-    those the row of the logits and the token in the step; ring slot; context floor."""
+    those the row of the logits and the token in the step; ring slot; context floor; regime of its confidence."""
 
     floating: Tensor
     logits_row: Tensor
     token: Tensor
     slot: Tensor
     floor: Tensor
+    regime: Tensor
 
 
 class Speculation:
     """Device state by ring slot: length, newest tokens (anchor first), drafts, confidence."""
 
-    def __init__(self, drafter: Drafter, *, tokens: int, slots: int, ngram: int, vocab: int, mode: Mode, device: str):
-        """``tokens`` J drafted per step; ``ngram``: newest tokens kept, the history a verify row needs."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        tokens: int,
+        slots: int,
+        ngram: int,
+        vocab: int,
+        mode: Mode,
+        device: str,
+        temperatures: np.ndarray,
+    ):
+        """``tokens`` J drafted per step; ``ngram``: newest tokens kept, the history a verify row needs;
+        ``temperatures`` f32 [regimes, J] calibrate the confidence."""
+        self.host_temperatures = temperatures
+        self.temperatures = torch.from_numpy(temperatures).to(device)
+        self.regime = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.drafter = drafter
         self.tokens = tokens
         self.mode: Mode = mode
@@ -89,11 +106,15 @@ class Speculation:
         self.logprobs = torch.zeros((slots + 1, tokens, vocab), device=device) if mode == "rejection" else None
 
     @torch.inference_mode()
-    def place(self, batch: Batch, layout: Any) -> None:
-        """Put the floating rows of a step where their sequences are now."""
-        if (f := batch.floating) is not None:
-            slot = f.slot_F
-            settle(batch, layout, self.recent[slot], self.drafts[slot], self.length[slot], None)
+    def place(self, batch: Batch, layout: Any, ops: Any) -> None:
+        """Put the floating rows of a step where their sequences are now, and share its budget out among them."""
+        if (f := batch.floating) is None:
+            return
+        slot, shares = f.slot_F, None
+        if f.budget is not None:
+            confidence = ops.dspark_confidence(self.confidence[slot], self.temperatures, self.regime[slot])
+            shares = ops.dspark_split(confidence, f.cap_F, f.order_F, torch.full_like(slot[0], f.budget))
+        settle(batch, layout, self.recent[slot], self.drafts[slot], self.length[slot], shares)
 
     @torch.inference_mode()
     def see(self, batch: Batch, taps: Tensor, kv: Any, ops: Any) -> None:
@@ -114,8 +135,9 @@ class Speculation:
         *,
         wanted: tuple[int, ...] = (),
         top: int = 0,
+        draft: bool = True,
     ) -> Record:
-        """Accept drafts by logits [T', V], commit what they leave, and draft after it.
+        """Accept drafts by logits [T', V], commit what they leave, and (``draft``) draft after it.
 
         ``wanted``: rows whose log-probabilities are reported, with ``top`` alternatives.
         """
@@ -127,7 +149,9 @@ class Speculation:
         last = token + verdict.count - 1
         self.length.index_copy_(0, where.slot, batch.pos_T[last] + 2)
         self.recent.index_copy_(0, where.slot, torch.cat((newest, batch.lag_ids_TN[last, :-1]), 1))
-        made = self._draft(where, inputs, kv, ops)
+        self.regime.index_copy_(0, where.slot, where.regime)
+        if draft:
+            self._draft(where, inputs, kv, ops)
         parts = {}
         if wanted:
             rows = torch.tensor(wanted).to(self.device, non_blocking=True)
@@ -137,7 +161,14 @@ class Speculation:
             found = ops.token_logprobs(logits[at], chosen, top=top)
             parts = dict(zip(("logprob", "top_ids", "top_values"), found, strict=True))
         return Record(
-            verdict.tokens, verdict.count, verdict.num_accepted, length, made.tokens, made.confidence, wanted, **parts
+            verdict.tokens,
+            verdict.count,
+            verdict.num_accepted,
+            length,
+            self.drafts[where.slot],
+            self.confidence[where.slot],
+            wanted,
+            **parts,
         )
 
     def _rows(self, batch: Batch, where: RowMap) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +184,7 @@ class Speculation:
             torch.where(floats, first, where.token),
         )
 
-    def _draft(self, where: RowMap, inputs: VerifyInputs, kv: Any, ops: Any) -> Proposals:
+    def _draft(self, where: RowMap, inputs: VerifyInputs, kv: Any, ops: Any) -> None:
         slot = where.slot
         length = self.length[slot]
         filters = None if inputs.filters is None else inputs.filters | {"position": length}
@@ -168,4 +199,3 @@ class Speculation:
         made = self.drafter.propose(anchors, kv, ops, choose, self.tokens)
         self.drafts.index_copy_(0, slot, made.tokens)
         self.confidence.index_copy_(0, slot, made.confidence)
-        return made

@@ -58,7 +58,7 @@ def plan_decode(
                 grow.append(seq)
             rows.append(PlannedRow(seq.uid, seq.dp_rank, computed, 1, "decode", True, seq.generation))
             continue
-        drafts = min(draft_tokens, seq.max_len - total - 1)
+        drafts = min(draft_tokens, seq.max_len - total - 1) if seq.drafts_ready else 0
         furthest = min(computed + seq.ahead + drafts, seq.max_len - 1)
         if furthest // BLOCK_TOKENS >= len(seq.block_ids):
             grow.append(seq)

@@ -26,6 +26,7 @@ from deepinfer_engine.sched.prefill_budget import CostFit
 from deepinfer_engine.sched.reuse import Reuse
 from deepinfer_engine.sched.router import Head, RankLoad, route
 from deepinfer_engine.sched.rows import plan_decode, plan_prefill
+from deepinfer_engine.spec.planner import BudgetPlanner
 from deepinfer_engine.types import FinishReason, PlannedRow, Sequence, StepPlan
 
 #: weight of the latest answer's length in the expected length of the next
@@ -69,8 +70,16 @@ def _follow_context(seq: Sequence, row: PlannedRow) -> None:
 class Scheduler:
     """Owns the sequences in flight and the pools of slots and blocks. Not thread-safe."""
 
-    def __init__(self, limits: Limits, shape: ReplayShape | None = None, tiers: Tiers | None = None):
-        """``shape``: how prompts are replayed; without one, all rows run through all layers and nothing is shared."""
+    def __init__(
+        self,
+        limits: Limits,
+        shape: ReplayShape | None = None,
+        tiers: Tiers | None = None,
+        planner: BudgetPlanner | None = None,
+    ):
+        """``shape``: how prompts are replayed; without one, all rows run through all layers and nothing is shared.
+        ``planner`` chooses how many drafts a step verifies; without one, all."""
+        self.planner = planner
         self.limits = limits
         self.reuse = Reuse(shape, limits.dp, limits.blocks, tiers)
         self.slots = [IdPool(limits.rows, "rows") for _ in range(limits.dp)]
@@ -166,6 +175,7 @@ class Scheduler:
         seq.dp_rank = rank
         seq.slot = rank * self.limits.rows + self.slots[rank].take(1)[0]
         seq.pending = seq.ahead = 0
+        seq.drafts_ready = False
         self.reuse.place(seq)
         seq.num_computed = seq.context_from = 0 if seq.span is None else seq.span.start
         seq.expected_len = self._expected(seq)
@@ -198,23 +208,39 @@ class Scheduler:
             cost=self.fit.cost,
             stop=self.reuse.stop,
         )
-        rows = (*decode.rows, *prefill)
+        decoding, budget, draft = self._verified(decode.rows)
+        rows = (*decoding, *prefill)
         running, shares = self.running, self.reuse.tiers is not None
+        verifies = self.limits.draft_tokens > 0
         for uid, _, start, count, _, sample, _, drafts, _ in rows:
             seq = running[uid]
             seq.num_computed = start + count - drafts
             if sample:
                 seq.pending += 1
-                if drafts:
+                if verifies:
                     seq.ahead += drafts
+                    seq.drafts_ready = draft
             if shares:
                 self.reuse.advance(seq)
-        if self.limits.draft_tokens:
+        if verifies:
             for row in prefill:
                 _follow_context(running[row.seq_id], row)
         self._step += 1
         gone = tuple(s.uid for s in decode.preempt)
-        return StepPlan(self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves(bool(rows)))
+        return StepPlan(
+            self._step, rows, tuple(s.uid for s in admitted), gone, *self.reuse.moves(bool(rows)), budget, draft
+        )
+
+    def _verified(self, rows: list[PlannedRow]) -> tuple[list[PlannedRow], int | None, bool]:
+        """(decode rows, verify budget where it is less than all their drafts, whether this step drafts)."""
+        if self.planner is None or not rows:
+            return rows, None, True
+        choice = self.planner.plan(len(rows))
+        if choice.way == "fixed":
+            return rows, None, True
+        if choice.way == "off" or choice.budget == 0:
+            return [r._replace(count=1, drafts=0) for r in rows], None, choice.way != "off"
+        return rows, (choice.budget if choice.budget < sum(r.drafts for r in rows) else None), True
 
     def observe(self, plan: StepPlan, ms: float) -> None:
         """Learn the cost of a step from its measured time; only where a time budget is to be kept."""

@@ -37,6 +37,9 @@ FIT_BINS, REPORT_BINS = 15, 20
 #: steps below which a fit would describe noise: 15 bins with some tens of outcomes each
 MIN_STEPS = 500
 
+#: file of a checkpoint that holds its ``calibration_record``
+CONFIDENCE_FILE = "confidence.json"
+
 _EDGE = 1e-8
 
 
