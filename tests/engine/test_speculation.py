@@ -223,7 +223,7 @@ def test_a_seed_that_adaptive_rejection_cannot_keep_is_refused():
     with open_engine(GOLDEN, "spec.verify=fixed", "spec.mode=rejection") as engine:
         spec = engine.profile.spec.model_copy(update={"verify": "adaptive"})
         engine.profile = engine.profile.model_copy(update={"spec": spec})
-        with pytest.raises(DeepInferError, match="spec.mode rejection and spec.verify adaptive") as refused:
+        with pytest.raises(DeepInferError, match=r"spec\.mode rejection and spec\.verify adaptive") as refused:
             engine.submit(work(1, 4, 1, temperature=1.0, seed=3)[0])
         assert refused.value.exit_code == 2
 

@@ -196,8 +196,8 @@ class _Lane:
         out = self._runner.collect(flight)
         if clock is not None:
             clock.add(time.perf_counter() - began, sum(count for _, _, count in parts))
-        for uid, token in out.tokens.items():
-            sequences[uid].token_ids.append(max(token, 0))
+        for uid, drawn in out.tokens.items():
+            sequences[uid].token_ids += [max(token, 0) for token in drawn]
             self._runner.sampler.forget(uid)
 
 
