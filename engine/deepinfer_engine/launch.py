@@ -202,7 +202,7 @@ def prepare(
         embedded=embedded,
         device=device,
         replaced=tuple(replaced),
-        inactive=tuple(inactive_features(used, processes)),
+        inactive=tuple(inactive_features(used)),
         processes=processes,
         reformed=reformed,
     )

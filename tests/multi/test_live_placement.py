@@ -41,11 +41,12 @@ def answers(engine: Engine) -> list[tuple]:
     return [(c.token_ids, c.logprobs) for c in engine.generate(work)]
 
 
-def test_experts_that_move_between_processes_change_no_bit(model: Path):
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_experts_that_move_between_processes_change_no_bit(model: Path, overlap: str):
     with open_engine(model, None) as alone:
         expected = answers(alone)
     # 8,000 bytes a step: an expert of 12,288 bytes takes two, so pieces cross steps
-    live = ("eplb.period_steps=100", "eplb.max_bytes_per_step=8000")
+    live = ("eplb.period_steps=100", "eplb.max_bytes_per_step=8000", f"sched.overlap={overlap}")
     with open_engine(model, spawn(2, load_s=90, step_s=60), *live) as engine:
         rebalancer = engine._rebalancer
         assert rebalancer is not None

@@ -44,19 +44,12 @@ NOT_BUILT: tuple[_Missing, ...] = (
 )
 
 
-#: what needs all ranks in one process
-ONE_PROCESS: tuple[_Missing, ...] = (
-    _Missing("eplb.period_steps", _not(0), "experts move between the ranks of one process only; they stay in place"),
-)
-
-
-def inactive_features(profile: Profile, processes: int = 1) -> list[Inactive]:
-    """Every requested value that this run does not honour, in schema order; ``run`` prints them."""
-    missing = NOT_BUILT if processes == 1 else (*NOT_BUILT, *ONE_PROCESS)
+def inactive_features(profile: Profile) -> list[Inactive]:
+    """Every requested value without a built feature behind it, in schema order; ``run`` prints them."""
     out: list[Inactive] = []
     for key, value in leaves(profile).items():
-        for entry in missing:
+        for entry in NOT_BUILT:
             matches = key.startswith(entry.key[:-1]) if entry.key.endswith(".*") else key == entry.key
-            if matches and value != {} and entry.requested(value) and all(i.key != key for i in out):
+            if matches and value != {} and entry.requested(value):
                 out.append(Inactive(key, value, entry.reason))
     return out

@@ -92,11 +92,15 @@ class _Member:
     host: str
     pid: int
     channel: Channel
-    inbox: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    inboxes: dict[str, queue.SimpleQueue[Any]] = field(default_factory=dict)
     heard_s: float = 0.0
     entered: int = 0
     gone: bool = False
     failure: tuple[int, str, str | None] | None = None
+
+    def inbox(self, kind: str) -> queue.SimpleQueue[Any]:
+        """Messages of one kind in order; a step in flight and a command after it may be waited for in either order."""
+        return self.inboxes.setdefault(kind, queue.SimpleQueue())
 
     @property
     def name(self) -> str:
@@ -161,7 +165,7 @@ class Crew:
             self.tell(rank, kind, body)
 
     def gather(self, kind: str, timeout_s: float, doing: str) -> dict[int, Any]:
-        """The next message of every follower, which must be ``kind``, by rank.
+        """The next message of ``kind`` of every follower, by rank.
 
         Raises PeerLost naming the ranks that are gone, or have not answered in time; what a follower failed with.
         """
@@ -169,16 +173,14 @@ class Crew:
         out: dict[int, Any] = {}
         while len(out) < len(self._members):
             for rank, member in self._members.items():
-                if rank not in out and not member.inbox.empty():
-                    got, body = member.inbox.get()
-                    assert got == kind, f"rank {rank} answered {got} to {kind}"
-                    out[rank] = body
+                if rank not in out and not member.inbox(kind).empty():
+                    out[rank] = member.inbox(kind).get()
             if len(out) == len(self._members):
                 break
             with self._changed:
                 if any(m.gone or m.failure for m in self._members.values()):
                     raise self.loss()
-                waiting = [m for r, m in self._members.items() if r not in out and m.inbox.empty()]
+                waiting = [m for r, m in self._members.items() if r not in out and m.inbox(kind).empty()]
                 if waiting and not self._changed.wait(max(0.0, ends - time.monotonic())):
                     raise self._late(waiting, timeout_s, doing)
         return out
@@ -247,7 +249,7 @@ class Crew:
                 elif message[0] == "failed":
                     member.failure = message[1]
                 else:
-                    member.inbox.put(message)
+                    member.inbox(message[0]).put(message[1])
                 self._changed.notify_all()
             if message is None:
                 return
