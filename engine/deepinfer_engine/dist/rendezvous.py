@@ -99,13 +99,13 @@ def spawn(size: int, *, load_s: float, step_s: float) -> World:
                 children.processes.append(
                     subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdin=subprocess.DEVNULL)
                 )
-            _publish_and_accept(store, crew, listener, "127.0.0.1", load_s)
+            own = _publish_and_accept(store, crew, listener, "127.0.0.1", load_s)
     except BaseException:
         for process in children.processes:
             process.kill()
         children.end()
         raise
-    return World(size, store, crew, children)
+    return World(size, own, crew, children)
 
 
 def lead(*, load_s: float, step_s: float) -> World:
@@ -114,20 +114,20 @@ def lead(*, load_s: float, step_s: float) -> World:
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     crew = Crew(size, step_s=step_s)
     with socket.create_server(("", 0)) as listener:
-        _publish_and_accept(store, crew, listener, host, load_s)
-    return World(size, store, crew, None)
+        own = _publish_and_accept(store, crew, listener, host, load_s)
+    return World(size, own, crew, None)
 
 
 def follow_spawned(port: int, rank: int, size: int, *, timeout_s: float) -> tuple[Store, Follower]:
     """A spawned process's side of ``spawn``."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return store, _follow(store, rank, timeout_s)
+    return _follow(store, rank, timeout_s)
 
 
 def follow_torchrun(*, timeout_s: float) -> tuple[Store, Follower, int, int]:
     """Another rank's side of ``lead``: (store, channel to the leader, rank, world size)."""
     store, rank, size = _torchrun_store(timeout_s)
-    return store, _follow(store, rank, timeout_s), rank, size
+    return *_follow(store, rank, timeout_s), rank, size
 
 
 def join_group(store: Store, rank: int, size: int, device: str, step_s: float) -> dist.ProcessGroup:
@@ -140,7 +140,7 @@ def join_group(store: Store, rank: int, size: int, device: str, step_s: float) -
         torch.cuda.set_device(torch.device(device))
     dist.init_process_group(
         backend,
-        store=PrefixStore("deepinfer/data", store),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=step_s),
@@ -159,20 +159,29 @@ def _torchrun_store(timeout_s: float) -> tuple[Store, int, int]:
         raise NotReadyError(f"the rendezvous of torchrun failed: {exc}", hint="check MASTER_ADDR and MASTER_PORT") from exc
 
 
-def _publish_and_accept(store: Store, crew: Crew, listener: socket.socket, host: str, load_s: float) -> None:
+def _publish_and_accept(store: Store, crew: Crew, listener: socket.socket, host: str, load_s: float) -> Store:
+    """Let the others find this leader; the part of the store that belongs to this start."""
     token = new_token()
     store.set(_KEY, f"{host} {listener.getsockname()[1]} {token.hex()}")
     crew.accept(listener, token, load_s)
+    return _part(store, token)
 
 
-def _follow(store: Store, rank: int, timeout_s: float) -> Follower:
+def _part(store: Store, token: bytes) -> Store:
+    """A store may outlive a restart: what a group leaves in it must not be found by the next one."""
+    return PrefixStore(f"deepinfer/{token.hex()[:16]}", store)
+
+
+def _follow(store: Store, rank: int, timeout_s: float) -> tuple[Store, Follower]:
     """Connect to the leader; a store that outlives a restart may still name the leader before it."""
     ends = time.monotonic() + timeout_s
     while True:
         host, port, token = store.get(_KEY).decode().split()
         try:
-            return Follower(host, int(port), bytes.fromhex(token), rank, 5.0)
+            follower = Follower(host, int(port), bytes.fromhex(token), rank, 5.0)
         except OSError as exc:
             if time.monotonic() > ends:
                 raise PeerLost(f"rank 0 at {host}:{port} does not answer: {exc}") from None
             time.sleep(0.2)
+            continue
+        return _part(store, bytes.fromhex(token)), follower
