@@ -26,7 +26,7 @@ def command(
         Path | None, typer.Option("--tokens", metavar="FILE", help="Level 2: JSON list of token ids to force.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, max=1024, help="Level 2: virtual ranks to compare with one.")
+        int, typer.Option("--ranks", min=1, max=1024, help="Level 2: virtual ranks it runs on, judged by one.")
     ] = 1,
     max_kl: Annotated[float, typer.Option("--max-kl", min=0, help="Level 2: most mean KL of a replay, nat.")] = 5e-3,
     min_top1: Annotated[
@@ -49,6 +49,7 @@ def command(
     Examples:
       deepinfer yoco-verify --level 1
       deepinfer yoco-verify --level 2 --model DIR --format json
+      deepinfer yoco-verify --level 2 --ranks 64
       deepinfer yoco-verify --level 1 --mutate all
       deepinfer yoco-verify --level 2 --mutate ring-short
     """

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from deepinfer_engine.dist.control import Crew, Follower, new_token
-from deepinfer_engine.errors import NotReadyError, PeerLost
+from deepinfer_engine.errors import NotReadyError, PeerLost, UsageError
 
 _KEY = "deepinfer/control"
 #: seconds that spawned processes get to end after the leader has
@@ -64,9 +64,13 @@ class World:
     crew: Crew
     children: Children | None
     group: dist.ProcessGroup | None = None
+    threads: int = 1
 
     def join(self, device: str, step_s: float) -> dist.ProcessGroup:
-        """Form the data transport's group; every process must call it."""
+        """Form the data transport's group; every process must call it. One group at a time in a process."""
+        if dist.is_initialized():
+            raise UsageError("this process leads other ranks already", hint="close that engine first")
+        self.threads = torch.get_num_threads()
         self.group = join_group(self.store, 0, self.size, device, step_s)
         return self.group
 
@@ -75,6 +79,7 @@ class World:
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None
+            torch.set_num_threads(self.threads)
         if self.children is not None:
             self.children.end()
 

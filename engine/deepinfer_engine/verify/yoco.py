@@ -18,7 +18,8 @@ from deepinfer_engine.cache.store.interface import StoreOptions, open_store
 from deepinfer_engine.cache.tiers import Payload
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.config.profile import load_profile
-from deepinfer_engine.errors import ArtefactError, UsageError
+from deepinfer_engine.config.rules import MAX_REPLICAS, check_against_model
+from deepinfer_engine.errors import ArtefactError, ProfileError, UsageError
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.verify.yoco_level2 import Level2Check, Row
@@ -34,20 +35,21 @@ _ASSISTANT, _ANSWER = "<｜Assistant｜>", "</think>"
 
 
 def open_stage(directory: Path, *, numerics: str = "float", ranks: int = 1, device: str = "cpu") -> Stage:
-    """A loaded model on one process; ``ranks`` virtual expert-parallel ranks. Raises ``CheckpointError``."""
+    """A loaded model on one process; ``ranks`` virtual expert-parallel ranks, with a replica on each where there is
+    room for one. Raises ``CheckpointError``; ``ProfileError`` for a number of ranks that its experts cannot fill."""
     checkpoint = Checkpoint.open(directory)
     # invariant operations: a sum in another order may turn a tie of the indexer or router, and that is no fault
     invariant = numerics != "reference"
     ops = resolve(numerics, "cpu" if device == "cpu" else "sm90", batch_invariant=invariant)
     profile = load_profile("cpu-nano").profile
-    parallel = profile.parallel.model_copy(update={"ep": ranks})
-    loaded = load_model(
-        checkpoint,
-        Tokenizer.from_dir(directory),
-        ops,
-        profile.model_copy(update={"parallel": parallel}),
-        device=device,
-    )
+    experts = checkpoint.config.n_routed_experts
+    slots = -(-experts // ranks) + 1
+    spare = int(ranks > 1 and slots <= experts and ranks * slots <= MAX_REPLICAS * experts)
+    parallel = profile.parallel.model_copy(update={"ep": ranks, "redundant_experts_per_rank": spare})
+    profile = profile.model_copy(update={"parallel": parallel})
+    if problems := check_against_model(profile, experts):
+        raise ProfileError("\n".join(problems))
+    loaded = load_model(checkpoint, Tokenizer.from_dir(directory), ops, profile, device=device)
     return Stage(checkpoint.config, loaded.model, loaded.mesh, ops, device)
 
 
@@ -85,7 +87,8 @@ def open_level2(
 ) -> tuple[Level2Check, list[Row]]:
     """The level-2 check of a model with its definitions run, and the rows that compare ranks and stored bytes.
 
-    ``ids``: the trajectory, or None for the built-in text.
+    The definitions run on one rank, everything that is judged by them on ``ranks`` virtual ones. ``ids``: the
+    trajectory, or None for the built-in text.
     """
     stage = open_stage(directory)
     config = stage.config
@@ -97,12 +100,14 @@ def open_level2(
     rows.append(_stored_bytes(directory, check))
     if ranks > 1:
         progress(f"ranks: {ranks} against one")
-        rows.append(_ranks(directory, check, ranks))
+        check.stage = open_stage(directory, ranks=ranks)
+        rows.append(_ranks(check, ranks))
     return check, rows
 
 
-def _ranks(directory: Path, check: Level2Check, ranks: int) -> Row:
-    stage = open_stage(directory, ranks=ranks)
+def _ranks(check: Level2Check, ranks: int) -> Row:
+    """The definition of the bounded decoder, on the ranks, against itself on one."""
+    stage = check.stage
     tokens = check.total + check.sizes.slack + 1
     kv = stage.cache(stage.unwrapped(tokens), slots=1, blocks=check.blocks(1))
     want = expect(check.sizes, check.case("bounded"))
