@@ -88,10 +88,13 @@ def test_torchrun_starts_the_run_again_with_three_of_four_ranks(folder: Path):
     torchrun += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=last_call_timeout=8,keep_alive_interval=1"]
     mesh = [*RANKS, "--set", "parallel.ep=4", "--set", "parallel.dp=4", "--healthy", "world", "--resume"]
     command = [*torchrun, *run(folder, "out.jsonl", *mesh)[1:]]
-    agents = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)]
+    agents: list[subprocess.Popen[str]] = [
+        subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    ]
     time.sleep(4)  # the first agent hosts the rendezvous
     agents += [
-        subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL, start_new_session=True) for _ in range(3)
+        subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+        for _ in range(3)
     ]
     ends = time.monotonic() + 120
     while kept(folder) < 3 and time.monotonic() < ends:
