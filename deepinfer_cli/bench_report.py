@@ -141,7 +141,8 @@ def _rest(result: BenchResult) -> str:
     s = result.summary
     keys = (
         "mean_in_flight", "tokens_per_chunk", "queued_share_of_ttft", "max_submit_delay_ms", "cache_found_tokens",
-        "cache_replayed_tokens", "cache_computed_tokens", "cache_hit_share", "acceptance_rate", "goodput_share",
+        "cache_replayed_tokens", "cache_computed_tokens", "cache_hit_share", "prompt_seen_share", "acceptance_rate",
+        "goodput_share",
         "goodput_rate_s", "moe_lb", "moe_lb_step", "steps", "preemptions", "step_run_mean_ms", "step_schedule_mean_ms",
         "step_build_mean_ms", "step_post_mean_ms", "forwards", "rows_per_forward", "forward_tokens_mean",
         "forward_tok_s", "shorter_than_planned", "lost_output_tokens",

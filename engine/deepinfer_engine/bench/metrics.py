@@ -12,7 +12,8 @@ steady window        from the last first token of the first ``concurrency`` requ
                      (else) to the last submission: ramp and tail are outside; every token that came inside counts
 goodput              requests meeting all given limits, as a share of those attempted and per second of the run
 acceptance           accepted / drafted tokens; per verified position where the engine counts them
-cache                prompt tokens by source: found (cached − replayed), replayed, computed
+cache                prompt tokens by source: found (cached − replayed), replayed, computed; ``prompt_seen_share`` is
+                     what an unlimited cache could have found of all planned prompts
 ===================  ==================================================================================================
 
 Times are seconds from the start of the run inside, milliseconds in the summary.

@@ -152,7 +152,7 @@ def run_bench(
         gpus=facts.gpus,
         gpus_reason=facts.gpus_reason,
         closed=workload.arrivals.mode == "closed",
-        extra=counters,
+        extra={"prompt_seen_share": workload.seen_rate, **counters},
         reasons=reasons,
     )
     summary = summarise(rows, run)
