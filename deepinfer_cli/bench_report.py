@@ -147,7 +147,9 @@ def _rest(result: BenchResult) -> str:
         "step_build_mean_ms", "step_post_mean_ms", "forwards", "rows_per_forward", "forward_tokens_mean",
         "forward_tok_s", "shorter_than_planned", "lost_output_tokens",
     )  # fmt: skip
-    rows = [(k, _cell(s[k])) for k in keys if s.get(k) is not None]
+    drafts = ("verify_rows", "verify_length_mean", "tokens_per_verify_row")
+    shown = [*keys, *drafts, *(k for k in s if k.startswith("acceptance_place_"))] if s.get("verify_rows") else keys
+    rows = [(k, _cell(s[k])) for k in shown if s.get(k) is not None]
     return render.table(("also", "value"), rows)
 
 
@@ -177,7 +179,7 @@ def curve_text(curve: MeasuredCurve, form: OutputFormat) -> str:
     """A step-time curve: a table of rows by tokens a row (median ms), or its points."""
     points = [{**asdict(p), "tokens": p.tokens} for p in curve.points]
     if form is OutputFormat.json:
-        content = {"meta": curve.meta, "rounds": curve.rounds, "points": points}
+        content = {"meta": curve.meta, "rounds": curve.rounds, "points": points, "steps": list(curve.steps)}
         return render.json_text(render.document("step-curve", content))
     if form is not OutputFormat.table:
         columns = list(points[0])
@@ -193,7 +195,13 @@ def curve_text(curve: MeasuredCurve, form: OutputFormat) -> str:
         f"{meta['commit'] or 'unknown'}, {meta['context_tokens']} tokens of context, median of {curve.rounds} rounds\n"
         "forward passes with logits of every token; drawing, drafting and planning are not in it\n\n"
     )
-    return head + render.table(("rows", *(f"{w} tok/row" for w in widths)), rows)
+    text = head + render.table(("rows", *(f"{w} tok/row" for w in widths)), rows)
+    if not curve.steps:
+        return text
+    columns = ("path", "rows", "drafts", "tokens", "step_ms")
+    steps = [tuple(_cell(step[c]) for c in columns) for step in curve.steps]
+    said = "whole steps (build, forward, verification, commit, drafts), as verify budgets are chosen by"
+    return f"{text}\n{said}\n\n{render.table(columns, steps)}"
 
 
 def workload_rows(workload: Workload) -> list[tuple[str, Cell]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
@@ -63,12 +63,17 @@ class HostTimes:
 
 @dataclass
 class DraftCounts:
-    """Verify rows run, drafts they verified and accepted, tokens they committed (the one that is always drawn too)."""
+    """Verify rows run, drafts they verified and accepted, tokens they committed (the one that is always drawn too).
+
+    ``verified_at`` and ``accepted_at`` [J] split the drafts by their place in the row.
+    """
 
     rows: int = 0
     drafted: int = 0
     accepted: int = 0
     tokens: int = 0
+    verified_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
 
     @property
     def tokens_per_row(self) -> float:
@@ -509,6 +514,9 @@ class Engine:
             seq.drafted += verified
             self.drafts.rows += 1
             self.drafts.drafted += verified
+            self.drafts.verified_at.update(range(verified))
+        if at < accepted:
+            self.drafts.accepted_at[at] += 1
         seq.accepted += at < accepted
         self.drafts.accepted += at < accepted
         self.drafts.tokens += 1

@@ -12,6 +12,7 @@ import pytest
 from deepinfer_cli.main import main
 from tests.engine.bench.scripted_stream import Turn, serving
 
+TINY_MODEL = Path(__file__).resolve().parents[1] / "vectors" / "v41-tiny-a" / "checkpoint"
 HELP = Path(__file__).parent / "texts" / "help_bench.txt"
 Cli = Callable[..., tuple[int, str, str]]
 TINY = ("--requests", "4", "--concurrency", "2", "-w", "load.input_tokens=12", "-w", "load.output_tokens=4")
@@ -117,6 +118,30 @@ def test_single_forwards(cli: Cli, phase: str, rate: str):
     assert s["forward_tokens_mean"] == (12 if phase == "prefill" else 2)
     assert (s["tpot_mean_ms"] is None) == (phase == "prefill")
     assert s["duration_s"] == pytest.approx(s["forwards"] * s["forward_mean_ms"] / 1e3)
+
+
+def test_drafts_are_counted_by_row_and_place(cli: Cli):
+    """A checkpoint with draft weights: accepted drafts and one more token a row make up what decoding produced."""
+    sets = (
+        "sched.max_context_tokens=1024", "cache.hbm_tokens_per_rank=8192", "numerics.mode=float", "spec.verify=fixed",
+        "spec.draft_tokens=4", "sched.max_rows_per_rank=2",
+    )  # fmt: skip
+    tiny = ("--model", str(TINY_MODEL), *(text for s in sets for text in ("--set", s)), "--format", "json", "-q")
+    args = ("decode-fixed", "--requests", "4", "--concurrency", "2", "-w", "load.output_tokens=24")
+    code, out, err = cli(*args, *tiny)
+    assert code == 0, err
+    document = json.loads(out)
+    s = document["deepinfer"]["summary"]
+    places = [s[f"acceptance_place_{k}"] for k in range(1, 5)]
+    assert s["drafted_tokens"] > 0 and s["acceptance_rate"] == s["accepted_tokens"] / s["drafted_tokens"]
+    assert 1 <= s["tokens_per_verify_row"] <= 1 + s["verify_length_mean"] and s["verify_length_mean"] <= 4
+    assert all(0 <= p <= 1 for p in places)
+    assert document["spec_decode_num_drafts"] == s["verify_rows"]
+    assert document["spec_decode_per_position_acceptance_rates"] == places
+    assert s["tokens_per_chunk"] >= 1
+    code, out, err = cli("--curve", "--concurrency", "2", *tiny)
+    assert code == 0, err
+    assert {step["path"] for step in json.loads(out)["steps"]} == {"off", "fixed", "adaptive"}
 
 
 def test_the_curve_has_a_point_for_every_load_and_rises(cli: Cli):

@@ -22,7 +22,8 @@ from deepinfer_engine.bench.run import Interrupts, Progress
 from deepinfer_engine.config.model import BLOCK_TOKENS
 from deepinfer_engine.errors import CapacityError, Interrupted, UsageError
 from deepinfer_engine.runtime.batch import RowInput, build_batch
-from deepinfer_engine.spec.curve import monotone_table
+from deepinfer_engine.runtime.step_curve import StepTimer
+from deepinfer_engine.spec.curve import curve_rows, monotone_table
 
 #: tokens of context before the measured ones: more than a window, so that every layer kind has something to read
 CONTEXT = 256
@@ -47,11 +48,16 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """Points in order of rows, then tokens; ``meta`` says on what."""
+    """Points in order of rows, then tokens; ``meta`` says on what.
+
+    ``steps``: the curve of whole steps that chooses verify budgets (path, rows, drafts a row, tokens, step_ms); empty
+    without speculation.
+    """
 
     points: tuple[CurvePoint, ...]
     rounds: int
     meta: dict[str, Any]
+    steps: tuple[dict[str, Any], ...] = ()
 
 
 def curve_grid(max_rows: int, draft_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,7 +111,10 @@ def measure_step_curve(
         for i, r in enumerate(rows_at)
         for j, t in enumerate(tokens_at)
     )
-    return MeasuredCurve(points, rounds, _meta(target))
+    whole: tuple[dict[str, Any], ...] = ()
+    if engine.runner.speculation is not None:
+        whole = tuple(curve_rows(StepTimer(engine.runner).curve()))
+    return MeasuredCurve(points, rounds, _meta(target), whole)
 
 
 def _meta(target: EngineTarget) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ class _Marks:
         self._engine = engine
         self._steps = engine.steps
         self._preemptions = engine.scheduler.preemptions
+        self._drafts = deepcopy(engine.drafts)
 
     def since(self) -> tuple[dict[str, Value], dict[str, str]]:
         engine = self._engine
@@ -154,8 +156,22 @@ class _Marks:
         why = "one rank: there is nothing to balance" if balance is None else "no token was routed to an expert"
         for name in ("moe_lb", "moe_lb_step"):
             out[name] = None if balance is None else getattr(balance, name)
+        self._add_drafts(out)
         idle = {key: "no step ran" if key.startswith("step_") else why for key, value in out.items() if value is None}
         return out, idle
+
+    def _add_drafts(self, out: dict[str, Value]) -> None:
+        """What verification did since: rows, drafts and tokens of a row, accepted share by place in the row."""
+        before, now = self._drafts, self._engine.drafts
+        rows = now.rows - before.rows
+        out["verify_rows"] = rows
+        if not rows:
+            return
+        out["verify_length_mean"] = (now.drafted - before.drafted) / rows
+        out["tokens_per_verify_row"] = (now.tokens - before.tokens) / rows  # the token that is always drawn included
+        verified, accepted = now.verified_at - before.verified_at, now.accepted_at - before.accepted_at
+        for place in sorted(verified):
+            out[f"acceptance_place_{place + 1}"] = accepted[place] / verified[place]
 
 
 def usable_ids(engine: Engine) -> np.ndarray:

@@ -11,7 +11,8 @@ whole run            first submission to the last end; tokens of completed reque
 steady window        from the last first token of the first ``concurrency`` requests (closed loop) or the first end
                      (else) to the last submission: ramp and tail are outside; every token that came inside counts
 goodput              requests meeting all given limits, as a share of those attempted and per second of the run
-acceptance           accepted / drafted tokens; per verified position where the engine counts them
+acceptance           accepted / verified drafts; ``acceptance_place_k``: the same for the k-th draft of a row;
+                     ``verify_length_mean`` drafts a row, ``tokens_per_verify_row`` accepted ones and one more
 cache                prompt tokens by source: found (cached − replayed), replayed, computed; ``prompt_seen_share`` is
                      what an unlimited cache could have found of all planned prompts
 ===================  ==================================================================================================

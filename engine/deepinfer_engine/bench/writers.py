@@ -53,6 +53,10 @@ def vllm_document(result: BenchResult, *, detailed: bool = False) -> dict[str, A
         document["spec_decode_acceptance_rate"] = None if rate_of is None else 100 * float(rate_of)
         document["spec_decode_draft_tokens"] = s["drafted_tokens"]
         document["spec_decode_accepted_tokens"] = s["accepted_tokens"]
+        document["spec_decode_num_drafts"] = s.get("verify_rows")
+        document["spec_decode_acceptance_length"] = s.get("tokens_per_verify_row")
+        places = [s[key] for key in s if key.startswith("acceptance_place_")]
+        document["spec_decode_per_position_acceptance_rates"] = places
     if detailed:
         document |= _arrays(result)
     document["deepinfer"] = own_object(result)
