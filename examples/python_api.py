@@ -22,8 +22,8 @@ def main(model: str | None = None) -> None:
         codec = ChatCodec(engine.checkpoint.directory, engine.config)
         parsers = {}
         for i, question in enumerate(QUESTIONS):
-            prompt = codec.render([{"role": "user", "content": question}], thinking=False)
-            sampling = SamplingParams(temperature=0.0 if i == 0 else 0.8, seed=i, max_tokens=64)
+            prompt = codec.render([{"role": "user", "content": question}])
+            sampling = SamplingParams(temperature=0.0 if i == 0 else 0.8, seed=i, max_tokens=96)
             engine.submit(Request(question, prompt.token_ids, sampling))
             parsers[question] = prompt.parser()
         answers = dict.fromkeys(QUESTIONS, "")

@@ -23,6 +23,8 @@ WHEEL_DATA = (
     "deepinfer_engine/eplb/loops.cpp",
     "deepinfer_engine/data/configs/*.json",
     "deepinfer_engine/data/models/nano/*.safetensors",
+    "deepinfer_engine/data/models/nano/card.json",
+    "deepinfer_engine/data/models/nano/stats.npz",
     "deepinfer_engine/data/profiles/*.yaml",
     "deepinfer_engine/data/recipes/evals/*.jsonl",
     "deepinfer_engine/data/recipes/sweeps/*.yaml",

@@ -50,7 +50,7 @@ SIZES, PLANNING, JUDGING, OUTPUT, BENCH = "Sizes", "Planning", "Judging", "Outpu
 
 def command(
     stats: Annotated[
-        Path | None, typer.Argument(help="Statistics: .npz, .npy, .pt, .json or a folder.", show_default=False)
+        Path | None, typer.Argument(help="Statistics: .npz, .npy, .pt, .json, a folder, or nano.", show_default=False)
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(max=4096, help="Expert-parallel ranks; default: the file's ep.", rich_help_panel=SIZES)
@@ -133,7 +133,7 @@ def command(
     """Plan where experts live from routing statistics.
 
     STATS alone is enough when it is a deepinfer statistics file. The plan is written beside it as NAME.plan.json; when
-    moving does not pay, that is the old plan.
+    moving does not pay, that is the old plan. nano stands for the statistics shipped with the embedded model.
     """  # fmt: skip
     from deepinfer_engine.errors import UsageError
 
@@ -145,13 +145,16 @@ def command(
     if stats is None:
         raise UsageError("no statistics file", hint="deepinfer eplb-plan stats.npz")
 
+    from deepinfer_engine.config.resources import embedded_or
     from deepinfer_engine.eplb import planner
     from deepinfer_engine.eplb.foreign_plans import read_any_plan
     from deepinfer_engine.eplb.interchange import read_statistics
     from deepinfer_engine.eplb.plan import write_plan
     from deepinfer_engine.eplb.plot import require_matplotlib
     from deepinfer_engine.eplb.policy import PlanSettings
+    from deepinfer_engine.sim.models import EMBEDDED
 
+    given, stats = stats, embedded_or(stats, EMBEDDED, "stats.npz")
     exports = [_export_target(text) for text in export or []]
     if plot is not None:
         require_matplotlib()
@@ -167,8 +170,8 @@ def command(
     loops, why = choose_loops(loop, cache_dir)
     outcome = planner.run_job(job, loops)
 
-    target = out or stats.with_name(
-        f"{stats.name.removesuffix(stats.suffix) if stats.is_file() else stats.name}.plan.json"
+    target = out or given.with_name(  # what is shipped with the embedded model is planned in the current folder
+        f"{given.name.removesuffix(given.suffix) if stats.is_file() else given.name}.plan.json"
     )
     for path in (target, *(path for _, path in exports), *filter(None, (plot,))):
         _refuse_overwrite(path, stats, old, recorded_under)

@@ -24,7 +24,7 @@ _MOST_RANKS = 1024
 
 def command(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A checkpoint directory, or a config.json on its own.")
+        Path, typer.Argument(metavar="MODEL", help="A checkpoint directory, a config.json on its own, or nano.")
     ],
     ep: Annotated[int, typer.Option("--ep", metavar="N", help="Also show bytes per rank for N ranks.")] = 1,
     read: Annotated[
@@ -37,15 +37,20 @@ def command(
     """Show the layer plan, parameters and bytes by component and rank, and digests.
 
     A checkpoint is validated on the way: config, index and every shard header must agree. With --read, MB/s is
-    the loader's rate into memory and disk MB/s the rate of plain reads after the page cache was dropped.
+    the loader's rate into memory and disk MB/s the rate of plain reads after the page cache was dropped. nano is
+    the embedded model (unless there is a path of that name); its card says how it was made and what it can do.
 
     \b
     Examples:
       deepinfer inspect ./DeepSeek-V4.1-Flash --ep 8
       deepinfer inspect ./DeepSeek-V4.1-Flash --ep 8 --read --rank 3
       deepinfer inspect config.json --format json
+      deepinfer inspect nano
     """
     from deepinfer_engine.config.model_v4 import load_any_config
+    from deepinfer_engine.config.resources import embedded_or
+    from deepinfer_engine.sim.models import EMBEDDED
+    from deepinfer_engine.weights.card import card_text, read_card
     from deepinfer_engine.weights.checkpoint import Checkpoint
     from deepinfer_engine.weights.summary import active_parameters, components, layer_picture
 
@@ -54,6 +59,7 @@ def command(
         raise UsageError(f"--ep {ep} is more than the {_MOST_RANKS} ranks a profile may have")
     if rank and not read:
         raise UsageError("--rank says which rank --read reads for; without --read it changes nothing")
+    model = embedded_or(model, EMBEDDED)
     checkpoint = Checkpoint.open(model) if model.is_dir() and _has_weights(model) else None
     config = checkpoint.any_config if checkpoint is not None else load_any_config(model)
     rows = components(config, ep)
@@ -61,13 +67,20 @@ def command(
     if read and checkpoint is None:
         raise UsageError(f"{model}: there are no weights to read", hint="give a checkpoint directory")
     speed = _read(checkpoint, ep, rank) if read and checkpoint is not None else None
+    card = None if checkpoint is None else read_card(model)
     if form is OutputFormat.json:
-        render.deliver(render.json_text(_document(config, checkpoint, rows, active, ep, speed)), out)
+        document = _document(config, checkpoint, rows, active, ep, speed, card)
+        render.deliver(render.json_text(document), out)
         return
     parts = [_head(config), layer_picture(config), _sizes(rows, ep), _per_token(active), _identity(config, checkpoint)]
     if speed is not None:
         cells = [(s["file"], s["bytes"], s["mb_s"], s["disk_mb_s"]) for s in speed]
         parts.append(render.table(("shard", "bytes", "MB/s", "disk MB/s"), cells))
+    if card is not None and checkpoint is not None:
+        other = (
+            "" if card["weights_digest"] == checkpoint.digest else "warning         the card is about other weights\n"
+        )
+        parts.append(other + card_text(card))
     render.deliver("\n".join(parts), out)
 
 
@@ -190,6 +203,7 @@ def _document(
     active: ActiveParameters,
     ep: int,
     speed: list[dict[str, Any]] | None,
+    card: dict[str, Any] | None,
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -239,5 +253,6 @@ def _document(
         "active_parameters": asdict(active),
         "weights": weights,
         "read": speed,
+        "card": card,
     }
     return render.document("inspect", content)

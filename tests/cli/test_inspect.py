@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,33 @@ def test_a_checkpoint_is_validated_and_named(capsys):
     text = run([str(VECTORS / "v41-tiny-a" / "checkpoint")], capsys)
     assert "weights         3 shards, valid; groups: backbone, draft, engram, vision" in text
     assert "1,380" in text and "weights digest  none" not in text
+
+
+def test_the_embedded_model_shows_its_card_by_name(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = run(["nano"], capsys)
+    for words in ("run B before averaging, not these weights", "A second turn", "tokenizer 11", "0.8 B + 0.2 A"):
+        assert words in text
+    assert "the card is about other weights" not in text and max(map(len, text.splitlines())) <= 100
+    report = json.loads(run(["nano", "--format", "json"], capsys))
+    assert report["card"]["weights_digest"] == report["weights"]["digest"]
+    (tmp_path / "nano").mkdir()  # a path of that name goes first
+    with pytest.raises(ArtefactError):
+        run(["nano"], capsys)
+
+
+def test_cards_of_other_weights_and_of_other_tools(capsys, tmp_path):
+    checkpoint = tmp_path / "c"
+    shutil.copytree(VECTORS / "v41-tiny-a" / "checkpoint", checkpoint)
+    card = {"schema": "deepinfer/card/1", "weights_digest": "0" * 64, "limits": ["one", {"a_b": [1, 2]}]}
+    (checkpoint / "card.json").write_text(json.dumps(card))
+    text = run([str(checkpoint)], capsys)
+    assert "the card is about other weights" in text and "limits          one\n                a b 1; 2\n" in text
+    (checkpoint / "card.json").write_text('{"schema": "deepinfer/card/1"}')
+    with pytest.raises(ArtefactError, match="weights_digest is None, expected a text"):
+        run([str(checkpoint)], capsys)
+    (checkpoint / "card.json").write_text('{"made_by": "another tool"}')
+    assert "limits" not in run([str(checkpoint)], capsys)
 
 
 @pytest.mark.skipif(not V4_TINY.is_dir(), reason="no V4 checkpoint shared/golden/v4-tiny beside the repository")

@@ -46,3 +46,8 @@ def model_dir(name: str) -> Path:
     if not (path / "config.json").is_file():
         raise NotReadyError(f"the embedded model {name!r} is not part of this installation", hint="give --model DIR")
     return path
+
+
+def embedded_or(path: Path, name: str, file: str = "") -> Path:
+    """``path``; or, when it is just ``name`` and nothing lies there, that embedded model's folder or ``file`` in it."""
+    return model_dir(name) / file if str(path) == name and not path.exists() else path
