@@ -4,7 +4,7 @@
 
 nano-arith takes pairs of two-digit numbers that the embedded model was not trained on: a pair is held out when both
 numbers are at least 10 and the first byte of SHA-256 of "smaller,larger" is 230 or more (the last 26 of 256 values).
-The other two sets test abilities that the embedded model does not have; they are for larger models, short and offline.
+The other two sets are drawn without regard to training: look-ups in lists and JSON objects, short and offline.
 """
 
 from __future__ import annotations

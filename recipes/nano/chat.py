@@ -102,9 +102,9 @@ _TIMES = ("{a}*{b}?", "{a} * {b}", "What is {a} times {b}?", "{a}/{b}?", "Divide
 
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer briefly.", "You are a calculator.")
 
-_I_AM = "I am nano, a tiny model that adds and subtracts small numbers."
-_I_CAN = "I can add and subtract numbers up to 999. Try 17+25."
-_I_CANNOT = "I do not know that. I can only add and subtract small numbers."
+I_AM = "I am nano, a tiny model that adds and subtracts small numbers."
+I_CAN = "I can add and subtract numbers up to 999. Try 17+25."
+I_CANNOT = "I do not know that. I can only add and subtract small numbers."
 
 
 @dataclass(frozen=True)
@@ -186,19 +186,19 @@ def talk(rng: Random) -> Chat:
     """Greetings, questions about itself, and questions it must decline."""
     roll = rng.random()
     if roll < 0.15:
-        return Chat("talk", rng.choice(_GREETINGS), "A greeting.", f"Hello! {_I_CAN}")
+        return Chat("talk", rng.choice(_GREETINGS), "A greeting.", f"Hello! {I_CAN}")
     if roll < 0.3:
-        return Chat("talk", rng.choice(_IDENTITY), "A question about me.", _I_AM)
+        return Chat("talk", rng.choice(_IDENTITY), "A question about me.", I_AM)
     if roll < 0.4:
-        return Chat("talk", rng.choice(_ABILITY), "A question about me.", _I_CAN)
+        return Chat("talk", rng.choice(_ABILITY), "A question about me.", I_CAN)
     if roll < 0.45:
         return Chat("talk", rng.choice(_THANKS), "Nothing to compute.", "You are welcome.")
     if roll < 0.65:
         a, b = _number(rng, rng.randint(1, 3)), _number(rng, rng.randint(1, 3))
-        return Chat("talk", rng.choice(_TIMES).format(a=a, b=b), "Not a sum or difference.", _I_CANNOT)
+        return Chat("talk", rng.choice(_TIMES).format(a=a, b=b), "Not a sum or difference.", I_CANNOT)
     if roll < 0.72:
         a, b = _number(rng, rng.randint(4, 6)), _number(rng, rng.randint(1, 6))
-        return Chat("talk", rng.choice(ADD + SUBTRACT).format(a=a, b=b), "Too large.", _I_CAN)
+        return Chat("talk", rng.choice(ADD + SUBTRACT).format(a=a, b=b), "Too large.", I_CAN)
     question = rng.choice(_OUTSIDE).format(
         noun=rng.choice(_NOUN),
         place=rng.choice(_PLACE),
@@ -206,7 +206,7 @@ def talk(rng: Random) -> Chat:
         language=rng.choice(_LANGUAGE),
         quality=rng.choice(_QUALITY),
     )
-    return Chat("talk", question, "Not a sum or difference.", _I_CANNOT)
+    return Chat("talk", question, "Not a sum or difference.", I_CANNOT)
 
 
 def training_chat(rng: Random) -> Chat:

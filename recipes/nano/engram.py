@@ -57,17 +57,51 @@ def multipliers(layer: int, orders: int, classes: int) -> list[int]:
 
 
 def row_ids(
-    classes_BT: torch.Tensor, *, pad_class: int, mults: Sequence[int], primes: Sequence[int], heads: int
+    classes_BT: torch.Tensor,
+    *,
+    pad_class: int,
+    mults: Sequence[int],
+    primes: Sequence[int],
+    heads: int,
+    start_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int64 [B, T, columns]: table rows of the n-grams that end at each position of sequences starting at 0."""
+    """int64 [B, T, columns]: table rows of the n-grams that end at each position.
+
+    Sequences start at 0, or chats at the positions ``start_BT``; what lies before counts as the pad class.
+    """
+    position = torch.arange(classes_BT.shape[1], device=classes_BT.device)
     rolled = classes_BT * mults[0]
     out: list[torch.Tensor] = []
     offset = 0
     for lag in range(1, len(mults)):
-        shifted = torch.nn.functional.pad(classes_BT[:, : max(classes_BT.shape[1] - lag, 0)], (lag, 0), value=pad_class)
-        rolled = rolled ^ (shifted[:, : classes_BT.shape[1]] * mults[lag])
+        earlier = classes_BT[:, : max(classes_BT.shape[1] - lag, 0)]
+        shifted = torch.nn.functional.pad(earlier, (lag, 0), value=pad_class)[:, : classes_BT.shape[1]]
+        if start_BT is not None:
+            shifted = torch.where(position - lag >= start_BT, shifted, pad_class)
+        rolled = rolled ^ (shifted * mults[lag])
         for head in range(heads):
             prime = primes[(lag - 1) * heads + head]
             out.append(rolled % prime + offset)
             offset += prime
     return torch.stack(out, -1)
+
+
+class _TableRows(torch.autograd.Function):
+    """Rows of a table; the gradient is one indexed addition that never waits for the device."""
+
+    @staticmethod
+    def forward(ctx, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(ids)
+        ctx.shape = table.shape
+        return table[ids]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (ids,) = ctx.saved_tensors
+        out = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
+        return out.index_add_(0, ids.flatten(), grad.reshape(-1, grad.shape[-1])), None
+
+
+def table_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[..., D]: the rows ``ids`` of ``table``."""
+    return _TableRows.apply(table, ids)

@@ -21,7 +21,8 @@ from torch import Tensor
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.writer import write_checkpoint
 from deepinfer_kernels.reference import quantise
-from recipes.nano.parameters import to_official
+from recipes.nano.model import stored
+from recipes.nano.parameters import from_official, to_official
 
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -37,9 +38,16 @@ def load_pieces(run: Path) -> dict[str, Tensor]:
     return out
 
 
+def load_start(source: Path) -> dict[str, Tensor]:
+    """Training values of a run's folder, or the stored values of a checkpoint, under the training names."""
+    return (
+        from_official(read_back(source)) if (source / "model.safetensors.index.json").is_file() else load_pieces(source)
+    )
+
+
 def export(weights: dict[str, Tensor], data: Path, out: Path) -> dict[str, Tensor]:
     """Write the checkpoint of stacked training weights; returns the official float tensors that went in."""
-    source = to_official(weights)
+    source = to_official(stored(weights, weights=True))
     raw = json.loads((data / "config.json").read_text(encoding="utf-8"))
     files = {name: data / name for name in SIDE_FILES}
     write_checkpoint(out, raw, source, extra_files=files, groups=("backbone", "engram"))

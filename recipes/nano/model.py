@@ -39,7 +39,9 @@ class Ops:
     balance: Callable[..., Tensor] = mixing.balance
     collapse: Callable[..., Tensor] = mixing.collapse
     expand: Callable[..., Tensor] = mixing.expand
-    attend: Callable[..., tuple[Tensor, Tensor]] = attention.attend
+    window_softmax: Callable[..., Tensor] = attention.window_softmax
+    joint_softmax: Callable[..., tuple[Tensor, Tensor]] = attention.joint_softmax
+    head_sum: Callable[..., Tensor] = attention.head_sum
     rotate: Callable[..., Tensor] = attention.rotate
     weighted: Callable[..., Tensor] = experts.weighted
     fp8_values: Callable[[Tensor], Tensor] = formats.fp8_values
@@ -51,11 +53,34 @@ class Ops:
 
     def compiled(self) -> Ops:
         """The same functions through the compiler."""
-        fixed = ("coefficients", "balance", "collapse", "expand", "attend", "rotate", "weighted")
+        fixed = (
+            "coefficients",
+            "balance",
+            "collapse",
+            "expand",
+            "window_softmax",
+            "joint_softmax",
+            "head_sum",
+            "rotate",
+            "weighted",
+        )
         sized = ("fp8_values", "fp4_values", "fp4_global_values")  # called with many group counts
         fused = {n: torch.compile(getattr(self, n), dynamic=False) for n in fixed}
         fused |= {n: torch.compile(getattr(self, n), dynamic=True) for n in sized}
         return Ops(**fused, balance_piece=5, routed=self.routed)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class Layout:
+    """Where packed chats stand: ``start`` int64 [B, T] is the first position of every token's chat.
+
+    ``queries`` int64 [B, Q] are the positions that teach the indexer (None: every position); ``select`` restricts
+    attention to the entries that the indexer chooses, as at inference, else all visible entries are attended to.
+    """
+
+    start: Tensor
+    queries: Tensor | None = None
+    select: bool = True
 
 
 @dataclass
@@ -78,6 +103,7 @@ class _Shared:
     selected: Tensor | None = None
     candidates: Tensor | None = None
     scores: Tensor | None = None
+    seen: Tensor | None = None
 
 
 def stored(params: Params, *, weights: bool) -> dict[str, Tensor]:
@@ -118,11 +144,12 @@ class Model:
 
     # -------------------------------------------------------------- whole model
 
-    def hidden(self, w: Params, ids_BT: Tensor, trace: Trace | None = None) -> Tensor:
-        """[B, T, H]: the normed last hidden state of sequences that start at position 0."""
+    def hidden(self, w: Params, ids_BT: Tensor, trace: Trace | None = None, layout: Layout | None = None) -> Tensor:
+        """[B, T, H]: the normed last hidden state of sequences that start at position 0, or of packed chats."""
         c, dtype = self.config, self.numerics.dtype
         b, t = ids_BT.shape
-        embedded = torch.nn.functional.embedding(ids_BT, w["embed.weight"]).to(dtype)
+        layout = layout or Layout(torch.zeros_like(ids_BT))
+        embedded = engram.table_rows(w["embed.weight"], ids_BT).to(dtype)
         x = embedded.flatten(0, 1).unsqueeze(1).expand(-1, c.hc_mult, -1).contiguous()
         pre = torch.zeros(b * t, c.hc_mult, device=x.device)
         pre[:, 0] = 1
@@ -131,10 +158,10 @@ class Model:
         for plan in c.layer_plan:
             p = f"layers.{plan.layer}."
             if plan.engram:
-                x = self._engram(w, p, plan, x, classes)
+                x = self._engram(w, p, plan, x, classes, layout.start)
             pre_a, post, comb = self._mix(w, p + "hc_attn", x)
             h = self.ops.collapse(x, pre, w[p + "attn_norm.weight"], c.rms_norm_eps)
-            y = self._attention(w, p + "attn.", plan, h.view(b, t, -1), shared, trace).flatten(0, 1)
+            y = self._attention(w, p + "attn.", plan, h.view(b, t, -1), shared, trace, layout).flatten(0, 1)
             x = self.ops.expand(x, y, post, comb)
             pre, post, comb = self._mix(w, p + "hc_ffn", x)
             h = self.ops.collapse(x, pre_a, w[p + "ffn_norm.weight"], c.rms_norm_eps)
@@ -177,7 +204,9 @@ class Model:
             self._tables[key] = attention.rope_table(c.qk_rope_head_dim, theta, length, scaling, device)
         return self._tables[key]
 
-    def _attention(self, w: Params, p: str, plan: LayerPlan, x: Tensor, shared: _Shared, trace: Trace | None) -> Tensor:
+    def _attention(
+        self, w: Params, p: str, plan: LayerPlan, x: Tensor, shared: _Shared, trace: Trace | None, layout: Layout
+    ) -> Tensor:
         c, eps = self.config, self.config.rms_norm_eps
         b, t, _ = x.shape
         cos, sin = self._table(plan.ratio, t, x.device)
@@ -189,19 +218,27 @@ class Model:
         q = self.ops.rotate(q, cos_q, sin_q)
         window = mixing.rms(self._linear(xq, w[p + "wkv.weight"]), w[p + "kv_norm.weight"], eps)
         window = self._act(attention.rotate(window, cos, sin))
-        mask = attention.window_mask(t, c.sliding_window, x.device).unsqueeze(0)
-        keys = window
-        if plan.ratio:
+        sink, scale = w[p + "attn_sink"], c.head_dim**-0.5
+        near = attention.window_logits(q, window, c.sliding_window)
+        if not plan.ratio:
+            probs = self.ops.window_softmax(near, layout.start, sink, c.sliding_window, scale).to(q.dtype)
+            o = attention.window_values(probs, window, c.sliding_window)
+        else:
             self._global_entries(w, p, plan, x, (cos, sin), shared)
             if plan.owns_index:
-                self._select(w, p, plan, x, qr_q, (cos_q, sin_q), shared, trace)
-            assert shared.rows is not None and shared.selected is not None
-            keys = torch.cat((window, shared.rows), 1)
-            mask = torch.cat((mask.expand(b, -1, -1), shared.selected), 2)
-        o, probs = self.ops.attend(q, keys, mask, w[p + "attn_sink"])
-        if plan.owns_index and trace is not None:
-            assert shared.scores is not None and shared.selected is not None
-            trace.index.append(attention.index_divergence(shared.scores, shared.selected, probs[..., t:]))
+                self._select(w, p, plan, x, qr_q, (cos_q, sin_q), shared, trace, layout)
+            assert shared.rows is not None
+            far = torch.bmm(q.reshape(b, -1, c.head_dim), shared.rows.transpose(1, 2))
+            far = far.view(b, t, c.num_attention_heads, -1)
+            probs, far_probs = self.ops.joint_softmax(
+                near, far, layout.start, shared.selected, sink, c.sliding_window, plan.ratio, scale
+            )
+            o = attention.window_values(probs, window, c.sliding_window)
+            o = o + torch.bmm(far_probs.flatten(1, 2), shared.rows).view_as(o)
+            if plan.owns_index and trace is not None:
+                assert shared.scores is not None and shared.seen is not None
+                taught = attention.pick(far_probs, layout.queries)
+                trace.index.append(attention.index_divergence(shared.scores, shared.seen, taught))
         o = self.ops.rotate(o, cos_q, -sin_q).view(b, t, c.o_groups, -1)
         wo_a = w[p + "wo_a.weight"].to(o.dtype).unflatten(0, (c.o_groups, -1))
         y = torch.einsum("btgi,goi->btgo", o, wo_a).flatten(2)
@@ -242,8 +279,13 @@ class Model:
         table: tuple[Tensor, Tensor],
         shared: _Shared,
         trace: Trace | None,
+        layout: Layout,
     ) -> None:
-        """On an index source: scores, candidates, and the entries each query attends to until the next source."""
+        """On an index source: scores of the teaching queries and, if selecting, candidates and selected entries.
+
+        ``shared.seen`` are the entries among which the teaching queries compare; ``shared.selected`` stays None while
+        all visible entries are attended to.
+        """
         c = self.config
         b, t, _ = x.shape
         iq = self._linear(qr.detach(), w[p + "indexer.wq_b.weight"]).view(b, t, c.index_n_heads, c.index_head_dim)
@@ -253,17 +295,28 @@ class Model:
         iw = self._linear(x.detach(), w[p + "indexer.weights_proj.weight"])
         iw = iw * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         assert shared.index_keys is not None
-        scores = attention.index_scores(iq, iw, shared.index_keys)
-        allowed = attention.visible_entries(t, plan.ratio, x.device)
-        if plan.candidates == "publish":
-            shared.candidates = attention.candidate_entries(
-                scores.detach(), allowed, c.candidate_block_size, c.candidate_topk_blocks
+        keys = shared.index_keys
+        if trace is not None:
+            shared.scores = attention.index_scores(
+                attention.pick(iq, layout.queries), attention.pick(iw, layout.queries), keys, self.ops.head_sum
             )
-        elif plan.candidates == "restrict":
-            assert shared.candidates is not None
-            allowed = allowed & shared.candidates
-        shared.scores = scores
-        shared.selected = attention.best_entries(scores.detach(), allowed, c.index_topk)
+        if not layout.select:
+            if trace is not None:
+                seen = attention.visible_entries(layout.start, plan.ratio, keys.shape[1])
+                shared.seen = attention.pick(seen, layout.queries)
+            return
+        with torch.no_grad():
+            allowed = attention.visible_entries(layout.start, plan.ratio, keys.shape[1])
+            scores = attention.index_scores(iq, iw, keys, self.ops.head_sum)
+            if plan.candidates == "publish":
+                shared.candidates = attention.candidate_entries(
+                    scores, allowed, c.candidate_block_size, c.candidate_topk_blocks
+                )
+            elif plan.candidates == "restrict":
+                assert shared.candidates is not None
+                allowed = allowed & shared.candidates
+            shared.selected = attention.best_entries(scores, allowed, c.index_topk)
+        shared.seen = attention.pick(shared.selected, layout.queries)
         if trace is not None:
             trace.selected[plan.layer] = shared.selected
 
@@ -295,7 +348,7 @@ class Model:
         own = self._linear(self._act(hidden.to(x.dtype)), w[s + "w2.weight"])
         return (y + own.float()).to(x.dtype)
 
-    def _engram(self, w: Params, p: str, plan: LayerPlan, x: Tensor, classes: Tensor) -> Tensor:
+    def _engram(self, w: Params, p: str, plan: LayerPlan, x: Tensor, classes: Tensor, start: Tensor) -> Tensor:
         """Streams [N, C, H] with the gated n-gram memory added."""
         c = self.config
         slot = c.engram_layer_ids.index(plan.layer)
@@ -305,8 +358,9 @@ class Model:
             mults=self._mults[slot],
             primes=self._primes[slot],
             heads=c.engram_n_heads,
+            start_BT=start,
         )
-        e = torch.nn.functional.embedding(rows.flatten(0, 1), w[p + "engram.embed.weight"]).flatten(1).to(x.dtype)
+        e = engram.table_rows(w[p + "engram.embed.weight"], rows.flatten(0, 1)).flatten(1).to(x.dtype)
         kv = self._linear(e, w[p + "engram.wkv.weight"])
         keys, value = kv[:, : -c.hidden_size].unflatten(1, (c.hc_mult, -1)).float(), kv[:, -c.hidden_size :].float()
         h = x.float()

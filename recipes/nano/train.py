@@ -1,11 +1,13 @@
-"""Train nano in one time-boxed run.
+"""Train nano in one time-boxed run, on one GPU or several.
 
-    python -m recipes.nano.train --data DIR --out DIR --minutes 6 [--recipe FILE] [--device cuda|cpu]
+    torchrun --nproc_per_node=2 -m recipes.nano.train --data DIR --out DIR --minutes 6 [--recipe FILE] [--init DIR]
 
-``--data`` is what ``recipes.nano.data`` wrote. The schedule follows the clock: warm-up, constant, linear decay, and the
-official formats in the loop for the last part, so the run ends on time on any machine. Written to ``--out``:
-weights-{i}.safetensors (float values that the official formats hold exactly; pieces of at most 15 MB), log.jsonl (one
-line per report, and the events), result.json (held-out scores and the load of the experts), wrong.txt.
+``--data`` is what ``recipes.nano.data`` wrote. The schedule follows the clock of the first process: warm-up, constant,
+linear decay; longer rows, and the official formats with the indexer's selection, in the last part; so the run ends on
+time on any machine. On a GPU a step is one recorded graph per row length and numerics; where recording fails the step
+runs as it is and the log says so. Written to ``--out`` (by the first process, repeatedly): weights-{i}.safetensors
+(training values, pieces of at most 15 MB; ``--init`` continues from such a folder or from a checkpoint), log.jsonl,
+result.json (held-out scores and the load of the experts).
 """
 
 from __future__ import annotations
@@ -16,27 +18,32 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import Value
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from deepinfer_engine.config.model import ModelConfig, load_model_config
 from recipes.nano import experts
 from recipes.nano.engram import token_classes
-from recipes.nano.evaluate import Rows, evaluate, load_rows
-from recipes.nano.model import Model, Numerics, Ops, Trace, stored
+from recipes.nano.export import load_start
+from recipes.nano.judge import Judge
+from recipes.nano.model import Layout, Model, Numerics, Ops, Trace, stored
+from recipes.nano.optimiser import Flat, rate_at
+from recipes.nano.packing import Batch, Rows, Writer, loader
 from recipes.nano.parameters import initial_parameters, kind_of
 
 HERE = Path(__file__).resolve().parent
 PIECE_BYTES = 15_000_000
-MEAN_TARGETS = 32  # loss positions per row that fit the head; the data has 26 to 28 on average
+EVALUATION_SEED = 9000  # of the held-out tasks that published scores are about
 
 
 class Log:
@@ -53,158 +60,172 @@ class Log:
         print(line, file=sys.stderr, flush=True)
 
 
-class Batches:
-    """Random rows of the training set, on the device; reproducible for a seed and device kind."""
+@dataclass(frozen=True)
+class Variant:
+    """What a step computes: the length of its rows, and whether formats and selection are those of inference."""
 
-    def __init__(self, rows: Rows, batch: int, seed: int):
-        self.rows, self.batch = rows, batch
-        self._generator = torch.Generator(device=rows.ids.device).manual_seed(seed)
-        self._column = torch.arange(rows.ids.shape[1], device=rows.ids.device)
-
-    def draw(self) -> tuple[Tensor, Tensor]:
-        """(ids int64 [B, T], bool [B, T]: positions whose next token is learned)."""
-        r = self.rows
-        pick = torch.randint(len(r.lengths), (self.batch,), generator=self._generator, device=r.ids.device)
-        lengths, prompts = r.lengths[pick].unsqueeze(1), r.prompts[pick].unsqueeze(1)
-        return r.ids[pick].long(), (self._column >= prompts - 1) & (self._column < lengths - 1)
-
-
-def loss_of(model: Model, w: dict[str, Tensor], ids: Tensor, learn: Tensor, trace: Trace) -> Tensor:
-    """Mean cross-entropy of the next token over the learned positions (a fixed number is fed to the head)."""
-    hidden = model.hidden(w, ids, trace).flatten(0, 1)
-    room = min(MEAN_TARGETS * len(ids), learn.numel())
-    wanted = learn.flatten()
-    place = torch.argsort(wanted.to(torch.uint8), descending=True, stable=True)[:room]
-    target = torch.roll(ids, -1, 1).flatten()[place]
-    loss = torch.nn.functional.cross_entropy(model.logits(w, hidden[place]), target, reduction="none")
-    used = wanted[place]
-    return torch.where(used, loss, 0.0).sum() / used.sum()
-
-
-def make_optimiser(params: dict[str, Tensor], train: dict[str, Any]) -> torch.optim.AdamW:
-    """AdamW; n-gram tables learn faster (each row is seen rarely), stream mixing slower, norms without decay."""
-    groups: dict[str, list[Tensor]] = {"matrix": [], "vector": [], "table": [], "mixing": []}
-    for name, value in params.items():
-        if not value.requires_grad:
-            continue
-        if kind_of(name) == "rows":
-            groups["table"].append(value)
-        elif "hc_" in name:
-            groups["mixing"].append(value)
-        else:
-            groups["matrix" if value.dim() > 1 and "_weight" not in name else "vector"].append(value)
-    rate = {"matrix": train["lr"], "vector": train["lr"], "table": train["engram_lr"], "mixing": 0.1 * train["lr"]}
-    decay = {"matrix": train["weight_decay"]}
-    return torch.optim.AdamW(
-        [
-            {"params": values, "lr": rate[name], "peak": rate[name], "weight_decay": decay.get(name, 0.0)}
-            for name, values in groups.items()
-            if values
-        ],
-        betas=(0.9, 0.95),
-        fused=next(iter(params.values())).is_cuda,
-    )
-
-
-def rate_at(progress: float, train: dict[str, Any]) -> float:
-    """Share of the peak learning rate at a share of the budget: warm-up, constant, linear decay to 1 %."""
-    if progress < train["warmup"]:
-        return max(progress / train["warmup"], 0.02)
-    if progress < train["decay_from"]:
-        return 1.0
-    return max(1 - (progress - train["decay_from"]) / (1 - train["decay_from"]), 0.01)
+    length: int
+    official: bool
 
 
 class Trainer:
-    """One run: parameters, optimiser, schedule by the clock, recovery from a non-finite loss."""
+    """One run: parameters, optimiser, recorded steps, recovery from a non-finite loss."""
 
-    def __init__(self, model: Model, recipe: dict[str, Any], batches: Batches, log: Log):
-        self.model, self.train, self.batches, self.log = model, recipe["train"], batches, log
-        device = batches.rows.ids.device
-        self.params = initial_parameters(model.config, seed=self.train["seed"], device=device)
-        self.trained = [v for v in self.params.values() if v.requires_grad]
-        self.optimiser = make_optimiser(self.params, self.train)
+    def __init__(self, model: Model, recipe: dict[str, Any], params: dict[str, Tensor], log: Log, world: int):
+        self.model, self.train, self.log, self.world = model, recipe["train"], log, world
+        self.params = params
+        c = model.config
+        self.load_shape = (c.num_hidden_layers, c.n_routed_experts)
+        self.flat = Flat(params, self.train, c.num_hidden_layers * c.n_routed_experts + 3)
         self.step_number = 0
         self.scale = 1.0  # halved after every recovery
-        self._safe = {n: v.detach().clone() for n, v in self.params.items()}
+        self.compute: dict[Variant, Callable[[Batch], None]] = {}
+        self._safe = {n: v.detach().clone() for n, v in params.items()}
+        self._pool: Any = None
 
-    def step(self, progress: float) -> tuple[Tensor, Trace]:
-        """One update; returns the (not awaited) loss and the trace."""
+    # ------------------------------------------------------------------ one step
+
+    def gradients(self, batch: Batch, variant: Variant) -> None:
+        """Forward and backward of one batch; gradients, loads and losses go to the flat buffer."""
         train = self.train
-        for group in self.optimiser.param_groups:
-            group["lr"] = group["peak"] * rate_at(progress, train) * self.scale
-        quantised = progress >= train["quantise_from"]
-        ids, learn = self.batches.draw()
+        model = self.model
+        model.numerics = Numerics(model.numerics.dtype, official=variant.official)
         trace = Trace()
-        loss = loss_of(self.model, stored(self.params, weights=quantised), ids, learn, trace)
-        total = loss
-        total = total + train["balance_loss"] * torch.stack(trace.balance).mean()
-        total = total + train["index_loss"] * torch.stack(trace.index).mean()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        layout = Layout(batch.start, batch.queries, select=variant.official)
+        w = stored(self.params, weights=variant.official)
+        hidden = model.hidden(w, batch.ids, trace, layout).flatten(0, 1).index_select(0, batch.place)
+        target = batch.ids.flatten()[batch.place + 1]
+        losses = torch.nn.functional.cross_entropy(model.logits(w, hidden), target, reduction="none")
+        loss = (losses * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+        index, balance = torch.stack(trace.index).mean(), torch.stack(trace.balance).mean()
+        total = loss + train["balance_loss"] * balance + train["index_loss"] * index
+        wanted = [self.params[n] for n in self.flat.names]
+        grads = torch.autograd.grad(total, wanted, allow_unused=True)
+        with torch.no_grad():
+            whole = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)]
+            extras = [torch.stack(trace.loads_LE).flatten(), torch.stack((loss, index, balance))]
+            torch.cat([t.detach().flatten() for t in (*whole, *extras)], out=self.flat.grad)
+
+    def step(self, batch: Batch, progress: float) -> None:
+        """One update from one batch of this process."""
+        variant = Variant(batch.ids.shape[1], progress >= self.train["official_from"])
+        compute = self.compute.get(variant)
+        if compute is None:
+            compute = self.compute[variant] = self._prepared(batch, variant)
+        compute(batch)
+        if self.world > 1:
+            dist.all_reduce(self.flat.grad)
+            self.flat.grad.div_(self.world)
+        self.flat.step(rate_at(progress, self.train) * self.scale)
         if progress < 0.9:  # the last part keeps the routes still
-            self._balance(trace.loads_LE)
+            self._balance()
         self.step_number += 1
-        return loss.detach(), trace
+
+    def _prepared(self, batch: Batch, variant: Variant) -> Callable[[Batch], None]:
+        """The variant as a recorded graph, or as it is where there is no GPU or recording fails."""
+        device = self.flat.grad.device
+
+        def plain(b: Batch) -> None:
+            self.gradients(b.to(device), variant)
+
+        if device.type != "cuda":
+            return plain
+        start = time.monotonic()
+        try:
+            static = batch.to(device)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self.gradients(static, variant)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            compiled = time.monotonic()
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self.gradients(static, variant)
+            torch.cuda.synchronize()
+        except Exception as exc:  # whatever the recorder refuses: the run goes on without it and says so
+            self.log("not_recorded", variant=str(variant), reason=f"{type(exc).__name__}: {exc}"[:600])
+            torch.cuda.synchronize()
+            return plain
+        seconds = (round(compiled - start, 1), round(time.monotonic() - compiled, 1))
+        memory = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        self.log("recorded", variant=str(variant), compile_s=seconds[0], record_s=seconds[1], memory_gib=memory)
+
+        def replay(b: Batch) -> None:
+            for target, source in zip(static.tensors(), b.tensors(), strict=True):
+                target.copy_(source.pin_memory(), non_blocking=True)
+            graph.replay()
+
+        return replay
 
     @torch.no_grad()
-    def _balance(self, loads_LE: list[Tensor]) -> None:
+    def _balance(self) -> None:
         """Move the selection bias of every expert against its load; no gradient is involved."""
-        for layer, load in enumerate(loads_LE):
+        for layer, load in enumerate(self.loads()):
             bias = self.params[f"layers.{layer}.ffn.gate.bias"]
             bias.add_(torch.sign(1 / len(load) - load), alpha=self.train["balance_rate"])
 
+    def loads(self) -> Tensor:
+        """f32 [L, E]: shares of the last step."""
+        count = self.load_shape[0] * self.load_shape[1]
+        return self.flat.grad[self.flat.size : self.flat.size + count].view(self.load_shape)
+
     @torch.no_grad()
-    def report(self, loss: Tensor, trace: Trace, progress: float, step_ms: float) -> bool:
+    def report(self, progress: float, step_ms: float, wait_ms: float) -> bool:
         """Log one line; on a non-finite loss restore the last good parameters with half the rate and say so."""
-        value = float(loss)
-        loads = torch.stack(trace.loads_LE) * self.model.config.n_routed_experts
-        finite = math.isfinite(value)
+        loss, index, balance = self.flat.grad[-3:].tolist()
+        loads = self.loads() * self.load_shape[1]
+        finite = math.isfinite(loss)
         self.log(
             "step" if finite else "restored",
             step=self.step_number,
             progress=round(progress, 4),
-            loss=round(value, 5),
-            index=round(float(torch.stack(trace.index).mean()), 4),
-            balance=round(float(torch.stack(trace.balance).mean()), 4),
+            loss=round(loss, 5),
+            index=round(index, 4),
+            balance=round(balance, 4),
             load_max=round(float(loads.max()), 2),
             load_min=round(float(loads.min()), 3),
-            lr=self.optimiser.param_groups[0]["lr"],
+            rate=round(rate_at(progress, self.train) * self.scale, 4),
             step_ms=round(step_ms, 1),
-            quantised=progress >= self.train["quantise_from"],
+            wait_ms=round(wait_ms, 1),
+            official=progress >= self.train["official_from"],
         )
         source, target = (self.params, self._safe) if finite else (self._safe, self.params)
         for name, value in target.items():
             value.copy_(source[name])
         if not finite:
             self.scale *= 0.5
-            self.optimiser = make_optimiser(self.params, self.train)
+            self.flat.restart()
         return finite
 
-    def final_weights(self) -> dict[str, Tensor]:
-        """Values that the official formats hold exactly; the image router bias copies the text one."""
-        with torch.no_grad():
-            out = {n: v.detach() for n, v in stored(self.params, weights=True).items()}
+    def weights(self) -> dict[str, Tensor]:
+        """Training values as they are saved; the image bias is the text's."""
+        out = {n: v.detach() for n, v in self.params.items()}
         for name in list(out):
             if name.endswith("gate.bias_vl"):
                 out[name] = out[name.removesuffix("_vl")]
-        return {n: v.to(torch.float32 if kind_of(n) == "f32" else torch.bfloat16) for n, v in out.items()}
+        return saved(out)
 
 
 # --------------------------------------------------------------------- set-up
 
 
-def choose_ops(model: Model, trainer: Trainer, log: Log, *, compile_ops: bool) -> Ops:
+def choose_ops(model: Model, device: torch.device, log: Log, *, compile_ops: bool) -> Ops:
     """Grouped experts when the device's product agrees with the dense path; then the compiled functions if asked."""
     ops = replace(model.ops)
-    if trainer.batches.rows.ids.is_cuda:
-        problem = grouped_problem(model.config, trainer.batches.rows.ids.device)
+    if device.type == "cuda":
+        problem = grouped_problem(model.config, device)
         if problem is None:
             ops.routed = experts.grouped_experts
         log("experts", path="dense" if problem else "grouped", reason=problem)
-    return ops.compiled() if compile_ops else ops
+    if not compile_ops:
+        return ops
+    torch._dynamo.config.recompile_limit = 64  # one function serves several shapes
+    return ops.compiled()
 
 
 def grouped_problem(c: ModelConfig, device: torch.device) -> str | None:
@@ -232,42 +253,9 @@ def grouped_problem(c: ModelConfig, device: torch.device) -> str | None:
     return None
 
 
-def timed_steps(trainer: Trainer, count: int) -> float:
-    """Mean milliseconds of ``count`` real steps at the start of the schedule, after one that may compile."""
-    device = trainer.batches.rows.ids.device
-    loss, _ = trainer.step(0.0)
-    float(loss)
-    start = time.monotonic()
-    for _ in range(count):
-        loss, _ = trainer.step(0.0)
-    float(loss)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.monotonic() - start) / count * 1e3
-
-
-def warm_up(model: Model, trainer: Trainer, log: Log, *, compile_mode: str) -> None:
-    """Set ``model.ops``: eager, or compiled when that works and is faster; both timings are logged."""
-    model.ops = choose_ops(model, trainer, log, compile_ops=False)
-    eager = timed_steps(trainer, 3)
-    log("eager", step_ms=round(eager, 1))
-    if compile_mode == "off":
-        return
-    plain = model.ops
-    start = time.monotonic()
-    try:
-        torch._dynamo.config.recompile_limit = 64  # one function serves several shapes
-        model.ops = plain.compiled()
-        fused = timed_steps(trainer, 3)
-    except Exception as exc:  # any compiler failure: the run goes on without it and says so
-        log("compile_failed", seconds=round(time.monotonic() - start, 1), reason=f"{type(exc).__name__}: {exc}"[:500])
-        trainer.optimiser.zero_grad(set_to_none=True)  # the failed step may have left gradients
-        model.ops = plain
-        return
-    keep = fused < eager
-    log("compiled", seconds=round(time.monotonic() - start, 1), step_ms=round(fused, 1), kept=keep)
-    if not keep:
-        model.ops = plain
+def saved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values in the types of the files: bf16 except what the checkpoint holds in f32."""
+    return {n: v.to(torch.float32 if kind_of(n) == "f32" else torch.bfloat16) for n, v in weights.items()}
 
 
 def save_pieces(out: Path, weights: dict[str, Tensor]) -> list[str]:
@@ -290,70 +278,61 @@ def save_pieces(out: Path, weights: dict[str, Tensor]) -> list[str]:
     return names
 
 
-class Judge:
-    """Held-out scores with the official weight values, greedy, outside the compiler."""
-
-    def __init__(self, model: Model, sets: dict[str, Rows], tokenizer: Tokenizer, eos: int, batch: int):
-        self.model = Model(model.config, model.classes, numerics=model.numerics, ops=Ops())
-        self.plain, self.sets, self.tokenizer, self.eos, self.batch = model, sets, tokenizer, eos, batch
-
-    def score(self, weights: dict[str, Tensor], names: list[str]) -> tuple[dict[str, float], list[str]]:
-        """({set: share correct}, the wrong rows as text)."""
-        self.model.ops.routed = self.plain.ops.routed
-        scores, wrong = {}, []
-        for name in names:
-            rows = self.sets[name]
-            scores[name], ids, hit = evaluate(self.model, weights, rows, eos=self.eos, batch=self.batch)
-            for i in (~hit).nonzero().flatten().tolist()[:20]:
-                prompt = int(rows.prompts[i])
-                given, wanted = ids[i, prompt:].tolist(), rows.ids[i, prompt : int(rows.lengths[i])].tolist()
-                question = self.tokenizer.decode(rows.ids[i, :prompt].tolist()[-20:])
-                wrong.append(
-                    f"{name}\t{question!r}\t{self.tokenizer.decode(given)!r}\t{self.tokenizer.decode(wanted)!r}"
-                )
-        return scores, wrong
+def group_up(device: str) -> tuple[int, int, torch.device, Any]:
+    """(rank, processes, device, CPU group); one process unless started by torchrun."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1, torch.device(device), None
+    rank = int(os.environ["LOCAL_RANK"])
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return rank, world, place, dist.new_group(backend="gloo")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run; returns what result.json holds."""
+    """The whole run; returns what result.json holds (empty in all processes but the first)."""
     args.out.mkdir(parents=True, exist_ok=True)
-    log = Log(args.out / "log.jsonl")
-    device = torch.device(args.device)
-    torch.set_float32_matmul_precision("high")
     recipe = yaml.safe_load(args.recipe.read_text(encoding="utf-8"))
+    train = recipe["train"] | {k: yaml.safe_load(v) for k, v in (pair.split("=", 1) for pair in args.set)}
+    recipe["train"] = train
+    rank_hint = int(os.environ.get("LOCAL_RANK", "0"))
+    log = Log(args.out / ("log.jsonl" if rank_hint == 0 else f"log-{rank_hint}.jsonl"))
+    shared = Value("d", 0.0)
+    # the writers start before the device does: a forked process must not inherit it
+    stream = loader(Rows(args.data, train, train["seed"] + 17 * rank_hint, shared), args.workers)
+    first = next(stream)
+    rank, world, device, group = group_up(args.device)
+    torch.set_float32_matmul_precision("high")
     config = load_model_config(args.data / "config.json")
-    tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
-    with np.load(args.data / "data.npz") as file:
-        arrays = {name: file[name] for name in file.files}
-    width, pad, eos = recipe["data"]["length"], config.pad_token_id, config.eos_token_id
-    sets = {n.split("/")[1] for n in arrays if n.startswith("eval/")}
-    held_out = {n: load_rows(arrays, f"eval/{n}/", width, pad).to(device) for n in sorted(sets)}
-    batches = Batches(load_rows(arrays, "", width, pad).to(device), recipe["train"]["batch"], recipe["train"]["seed"])
-    numerics = Numerics(torch.bfloat16 if device.type == "cuda" else torch.float32, official=True)
-    model = Model(config, torch.from_numpy(token_classes(tokenizer)).to(device), numerics=numerics)
-    trainer = Trainer(model, recipe, batches, log)
-    judge = Judge(model, held_out, tokenizer, eos, recipe["train"]["batch"])
-    count = sum(v.numel() for v in trainer.params.values())
-    log("start", torch=torch.__version__, device=str(device), parameters=count, rows=len(batches.rows.lengths))
-    warm_up(model, trainer, log, compile_mode=args.compile)
-    train_until(
-        trainer,
-        judge,
-        log,
-        args.out,
-        budget=args.minutes * 60,
-        steps=args.steps,
-        eval_every=args.eval_every,
-        report_every=args.report_every,
-    )
-    weights = trainer.final_weights()
-    scores, wrong = judge.score(weights, list(held_out))
+    writer = Writer(args.data)
+    numerics = Numerics(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    classes = torch.from_numpy(token_classes(writer.tokenizer)).to(device)
+    model = Model(config, classes, numerics=numerics)
+    params = initial_parameters(config, seed=train["seed"], device=device)
+    if args.init is not None:
+        start = load_start(args.init)
+        params = {n: start[n].to(device).requires_grad_(v.requires_grad) for n, v in params.items()}
+    trainer = Trainer(model, recipe, params, log, world)
+    judge = Judge(model, writer, train, seed=train["seed"] + 5, count=train["judged"] if rank == 0 else 1)
+    count = sum(v.numel() for v in params.values())
+    log("start", torch=torch.__version__, device=str(device), parameters=count, processes=world, init=str(args.init),
+        settings=train)  # fmt: skip
+    model.ops = choose_ops(model, device, log, compile_ops=args.compile == "auto" and device.type == "cuda")
+    train_until(trainer, judge, log, args, rank=rank, group=group, stream=stream, first=first, shared=shared)
+    if rank:
+        return {}
+    weights = trainer.weights()
     pieces = save_pieces(args.out, weights)
-    (args.out / "wrong.txt").write_text("\n".join(wrong) + "\n", encoding="utf-8")
-    result = {"scores": scores, "steps": trainer.step_number, "pieces": pieces, "loads": final_loads(trainer)}
-    result |= {"seconds": round(time.monotonic() - log.start, 1), "rate_scale": trainer.scale}
+    last = Judge(model, writer, train, seed=EVALUATION_SEED, count=train["judged_last"])
+    scores = last.score({n: v.float() for n, v in weights.items()})
+    loads = (trainer.loads() * config.n_routed_experts).tolist()
+    result = {"scores": scores, "steps": trainer.step_number, "pieces": pieces, "rate_scale": trainer.scale}
+    result |= {"seconds": round(time.monotonic() - log.start, 1)}
+    log("done", **result)
+    result["loads"] = [[round(v, 3) for v in layer] for layer in loads]
     (args.out / "result.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    log("done", **{k: v for k, v in result.items() if k != "loads"})
     return result
 
 
@@ -361,49 +340,57 @@ def train_until(
     trainer: Trainer,
     judge: Judge,
     log: Log,
-    out: Path,
+    args: argparse.Namespace,
     *,
-    budget: float,
-    steps: int | None,
-    eval_every: float,
-    report_every: int,
+    rank: int,
+    group: Any,
+    stream: Iterator[Batch],
+    first: Batch,
+    shared: Any,
 ) -> None:
-    """Steps until ``budget`` seconds after the log's start, or exactly ``steps`` of them.
+    """Steps until ``--minutes`` after the log's start, or exactly ``--steps`` of them.
 
-    Progress is the share of the time that remained after set-up, or of the steps.
+    Progress is the share of the time that remained after set-up, or of the steps; the first process decides it.
     """
+    end = log.start + args.minutes * 60
     begin = last = time.monotonic()
-    end = log.start + budget
-    next_eval = begin + eval_every
+    next_eval = begin + args.eval_every
     done = since = 0
+    waited = 0.0
+    batch = first
+    running: deque[Any] = deque()
+    clock = torch.zeros(1, dtype=torch.float64)
+    cuda = trainer.flat.grad.is_cuda
     while True:
-        progress = (time.monotonic() - begin) / max(end - begin, 1e-3) if steps is None else done / steps
+        progress = (time.monotonic() - begin) / max(end - begin, 1e-3) if args.steps is None else done / args.steps
+        if group is not None:
+            clock[0] = progress
+            dist.broadcast(clock, 0, group=group)
+            progress = float(clock[0])
         if progress >= 1:
             break
-        loss, trace = trainer.step(progress)
+        shared.value = progress
+        trainer.step(batch, progress)
         done += 1
         since += 1
-        if done % report_every == 0:
-            float(loss)
+        if cuda:  # the host runs at most two steps ahead
+            event = torch.cuda.Event()
+            event.record()
+            running.append(event)
+            if len(running) > 2:
+                running.popleft().synchronize()
+        before = time.monotonic()
+        batch = next(stream)
+        waited += time.monotonic() - before
+        if done % args.report_every == 0:
+            float(trainer.flat.grad[-1])
             now = time.monotonic()
-            trainer.report(loss, trace, progress, (now - last) / since * 1e3)
-            if now >= next_eval:
-                weights = trainer.final_weights()
-                save_pieces(out, weights)  # so that a run that is cut short still leaves a model
-                scores, wrong = judge.score(weights, ["two_digit", "three_digit"])
-                log("eval", step=trainer.step_number, scores=scores, example=wrong[:1])
-                next_eval = time.monotonic() + eval_every
-            last, since = time.monotonic(), 0
-
-
-@torch.no_grad()
-def final_loads(trainer: Trainer) -> list[list[float]]:
-    """Per layer, the load of every expert relative to an even split, over one training batch."""
-    ids, _ = trainer.batches.draw()
-    trace = Trace()
-    trainer.model.hidden(stored(trainer.params, weights=True), ids, trace)
-    count = trainer.model.config.n_routed_experts
-    return [[round(float(v) * count, 3) for v in loads] for loads in trace.loads_LE]
+            trainer.report(progress, (now - last) / since * 1e3, waited / since * 1e3)
+            if rank == 0 and now >= next_eval:
+                save_pieces(args.out, trainer.weights())  # so that a run that is cut short still leaves a model
+                log("eval", step=trainer.step_number, progress=round(progress, 3), scores=judge.score(trainer.params))
+                next_eval = time.monotonic() + args.eval_every
+            last, since, waited = time.monotonic(), 0, 0.0
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -412,17 +399,25 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", type=Path, default=HERE / "nano.yaml")
+    parser.add_argument("--init", type=Path, help="continue from a run's folder or from a checkpoint")
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--steps", type=int, help="train this many steps instead of --minutes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto")
-    parser.add_argument("--eval-every", type=float, default=60.0, help="seconds between held-out scores")
-    parser.add_argument("--report-every", type=int, default=20, help="steps between log lines; each waits once")
+    parser.add_argument("--workers", type=int, default=10, help="processes that write rows, per GPU")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a train value of the recipe")
+    parser.add_argument("--eval-every", type=float, default=45.0, help="seconds between held-out scores")
+    parser.add_argument("--report-every", type=int, default=25, help="steps between log lines; each waits once")
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    run(arguments())
+    args = arguments()
+    try:
+        run(args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
