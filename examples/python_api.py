@@ -13,7 +13,7 @@ from deepinfer_engine.engine import Engine
 from deepinfer_engine.tokens.protocol import ChatCodec
 from deepinfer_engine.types import Completion, Request, SamplingParams
 
-QUESTIONS = ("17+25?", "What is 12+30?", "Name a colour.")
+QUESTIONS: tuple[str, ...] = ("17+25?", "What is 12+30?", "Name a colour.")
 
 
 def main(model: str | None = None) -> None:
