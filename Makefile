@@ -35,14 +35,14 @@ run: export PROMPT := $(PROMPT)
 run: $(KERNELS)
 	$(BIN)/deepinfer run -- "$$PROMPT"
 
-# One thread per process: the tests use small tensors, and two cores are enough for all of them.
+# One thread per process: the tests use small tensors. Two workers, a file each: as many as the cores that are counted on.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV)
