@@ -16,6 +16,7 @@ from deepinfer_cli.render import Cell
 
 if TYPE_CHECKING:
     from deepinfer_engine.bench.curve import MeasuredCurve
+    from deepinfer_engine.bench.replay import MeasuredReplay
     from deepinfer_engine.bench.result import BenchResult
     from deepinfer_engine.bench.run import Progress
     from deepinfer_engine.bench.workload import Workload
@@ -202,6 +203,25 @@ def curve_text(curve: MeasuredCurve, form: OutputFormat) -> str:
     steps = [tuple(_cell(step[c]) for c in columns) for step in curve.steps]
     said = "whole steps (build, forward, verification, commit, drafts), as verify budgets are chosen by"
     return f"{text}\n{said}\n\n{render.table(columns, steps)}"
+
+
+def replay_text(measured: MeasuredReplay, form: OutputFormat) -> str:
+    """Prefill times and FLOPs by length and case, ratios beside the predicted ones."""
+    cells = [asdict(c) | {"reached": c.reached} for c in measured.cells]
+    if form is OutputFormat.json:
+        content = {"meta": measured.meta, "rounds": measured.rounds, "cells": cells}
+        return render.json_text(render.document("replay", content))
+    if form is not OutputFormat.table:
+        columns = list(cells[0])
+        return render.rows_text(form, "replay", columns, [[c[name] for name in columns] for c in cells])
+    shown = ("tokens", "case", "cached", "replayed", "gflop", "median_ms", "cpu_ms", "against", "ratio")
+    shown += ("predicted_rows", "predicted_flops", "reached")
+    meta = measured.meta
+    head = (
+        f"prefill and first token, {meta['kind']}: profile {meta['profile']} on {meta['hardware']['name']}, commit "
+        f"{meta['commit'] or 'unknown'}, median of {measured.rounds} rounds that took turns\n\n"
+    )
+    return head + render.table(shown, [tuple(_cell(c[name]) for name in shown) for c in cells])
 
 
 def workload_rows(workload: Workload) -> list[tuple[str, Cell]]:

@@ -106,6 +106,14 @@ def command(
     curve: Annotated[
         bool, typer.Option("--curve", help="Measure step time by rows and tokens a row instead; no recipe.")
     ] = False,
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            "--replay",
+            metavar="TOKENS,…",
+            help="Measure prompts of these lengths under off, exact and bounded replay and after a hit; no recipe.",
+        ),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped workloads.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run; load and ask nothing.")] = False,
     format: options.Format = OutputFormat.table,
@@ -128,6 +136,7 @@ def command(
       deepinfer bench chat-random --rate 2 -w arrivals.burstiness=0.5 --rows requests.jsonl
       deepinfer bench decode-fixed --forward decode --concurrency 16
       deepinfer bench --curve --concurrency 16
+      deepinfer bench --replay 1024,4096,16000 --requests 3
       deepinfer bench agent-77k --endpoint http://host:8000/v1 --profile decode-ep64
       deepinfer bench azure-conv -w arrivals.mode=trace -w arrivals.speed=0.1
     """
@@ -141,6 +150,11 @@ def command(
         _refuse_beside_curve(given, recipe)
         ask = Ask(profile, tuple(set_ or ()), model, None, None, quiet, named_profile=True)
         render.deliver(_curve(ask, concurrency, format), out)
+        return
+    if replay is not None:
+        _refuse_beside_replay(given, recipe)
+        ask = Ask(profile, tuple(set_ or ()), model, None, None, quiet, named_profile=True)
+        render.deliver(_replay(ask, _lengths(replay), requests or 5, format), out)
         return
     if recipe is None:
         raise UsageError("no recipe given", hint="deepinfer bench cpu-nano-quick, or --list")
@@ -220,6 +234,40 @@ def _refuse_beside_curve(given: set[str], recipe: str | None) -> None:
         raise UsageError(f"--curve runs no recipe, {recipe!r} is given")
     for name in sorted(given - _WITH_CURVE):
         raise UsageError(f"--{name.rstrip('_').replace('_', '-')} is not used by --curve")
+
+
+_WITH_REPLAY = {"replay", "profile", "model", "set_", "requests", "format", "out", "quiet"}
+
+
+def _refuse_beside_replay(given: set[str], recipe: str | None) -> None:
+    if recipe is not None:
+        raise UsageError(f"--replay runs no recipe, {recipe!r} is given")
+    for name in sorted(given - _WITH_REPLAY):
+        raise UsageError(f"--{name.rstrip('_').replace('_', '-')} is not used by --replay")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts) or len({int(part) for part in parts}) < len(parts):
+        raise UsageError(f"--replay {text}: expected different prompt lengths", hint="such as --replay 1024,4096")
+    return tuple(int(part) for part in parts)
+
+
+def _replay(ask: Ask, lengths: tuple[int, ...], rounds: int, form: OutputFormat) -> str:
+    """Prefills under every decoder replay and after a hit, beside what the plan predicts."""
+    from deepinfer_engine.runtime.threads import set_thread_defaults
+
+    set_thread_defaults(max(lengths))
+    from dataclasses import replace
+
+    from deepinfer_engine.bench.replay import measure_replay
+
+    def opened(sets: tuple[str, ...]) -> EngineTarget:
+        return _open(replace(ask, sets=(*ask.sets, *sets), quiet=ask.quiet or sets[0] != "replay.decoder=off"))
+
+    with render.progress("prompts", quiet=ask.quiet) as advance:
+        measured = measure_replay(opened, lengths, rounds=rounds, progress=advance)
+    return bench_report.replay_text(measured, form)
 
 
 def _curve(ask: Ask, rows: int | None, form: OutputFormat) -> str:

@@ -153,3 +153,32 @@ def test_the_curve_has_a_point_for_every_load_and_rises(cli: Cli):
     fitted = [[p["fitted_ms"] for p in points if p["rows"] == r] for r in (1, 2)]
     assert all(row == sorted(row) for row in fitted) and all(a <= b for a, b in zip(*fitted, strict=True))
     assert cli("--curve", "cpu-nano-quick")[0] == 2 and cli("--curve", "--rate", "1")[0] == 2
+
+
+def test_replays_and_a_hit_are_measured_beside_the_plan(cli: Cli):
+    code, out, err = cli("--replay", "512,1024", "--requests", "1", "--format", "json", "-q")
+    assert code == 0, err
+    cells = {(c["tokens"], c["case"]): c for c in json.loads(out)["cells"]}
+    assert list(cells) == [(n, case) for n in (512, 1024) for case in ("off", "exact", "bounded", "hit")]
+    off, exact, bounded, hit = (cells[1024, case] for case in ("off", "exact", "bounded", "hit"))
+    assert (hit["cached"], hit["replayed"], hit["against"], off["cached"]) == (768, 128, "bounded", 0)
+    assert off["row_layers"] == 1024 * 8 and bounded["row_layers"] == 1024 * 4 + 128 * 4
+    assert off["gflop"] > exact["gflop"] > bounded["gflop"] > hit["gflop"] > 0
+    assert bounded["ratio"] == pytest.approx(bounded["median_ms"] / off["median_ms"]) and bounded["ratio"] < 1
+    assert hit["predicted_rows"] == hit["row_layers"] / bounded["row_layers"]
+    assert hit["reached"] == pytest.approx(hit["predicted_rows"] / hit["ratio"])
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "part"),
+    [
+        (("cpu-nano-quick", "--replay", "512"), 2, "--replay runs no recipe"),
+        (("--replay", "512", "--concurrency", "2"), 2, "--concurrency is not used by --replay"),
+        (("--replay", "512,512"), 2, "expected different prompt lengths"),
+        (("--replay", "64,512"), 3, "a prompt of 64 tokens, expected"),
+        (("--replay", "16384"), 3, "a prompt of 16384 tokens, expected"),
+    ],
+)
+def test_replay_lengths_that_cannot_be_measured_are_refused(cli: Cli, args, code, part):
+    got, _, err = cli(*args)
+    assert got == code and part in err

@@ -167,6 +167,21 @@ def test_flops_are_those_of_the_model_definition():
     assert every.flat == decode.flat - head and every.per_context == 20_480
 
 
+def test_flops_of_a_prompt_add_up_row_by_row():
+    """Far from the start a row costs what a prompt token does; a plan that computes less costs what it leaves out less."""
+    far, length = 40_000, 40_100  # beyond the window, the selection and the candidates: every layer is at its largest
+    rows = work.prompt_flops(CONFIG, length, start=far) - 2 * CONFIG.vocab_size * CONFIG.hidden_size
+    every = work.prefill_flops(CONFIG, decoder_replay=False)
+    scans = sum((p + 1) // r for p in range(far, length) for r in (2, 2, 2, 1)) * 2 * 32 * 128
+    assert rows == 100 * every.flat + scans
+    tail = work.prompt_flops(CONFIG, length, start=far, pivot=length - 1)
+    decoder = [work.layer_flops(CONFIG, layer).flat for layer in range(CONFIG.cut, CONFIG.num_hidden_layers)]
+    keys = 2 * 512 * 5120 * 2 + 2 * 128 * 512
+    scan_at_cut = sum(p + 1 for p in range(far, length - 1)) * 2 * 32 * 128
+    assert rows - tail + 2 * CONFIG.vocab_size * CONFIG.hidden_size == 99 * (sum(decoder) - keys) + scan_at_cut
+    assert work.prompt_flops(CONFIG, 1) < every.flat, "the first row sees itself only"
+
+
 def test_index_keys_read_per_context_token():
     assert work.index_bytes_per_context(CONFIG) == 68 * (3 / 2 + 1) == 170
 

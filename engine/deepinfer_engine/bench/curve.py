@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepinfer_engine.bench.engine_target import EngineTarget, usable_ids
-from deepinfer_engine.bench.result import host_hardware, now_utc, source_commit
+from deepinfer_engine.bench.engine_target import EngineTarget, measured_on, usable_ids
 from deepinfer_engine.bench.run import Interrupts, Progress
 from deepinfer_engine.config.model import BLOCK_TOKENS
 from deepinfer_engine.errors import CapacityError, Interrupted, UsageError
@@ -114,22 +113,7 @@ def measure_step_curve(
     whole: tuple[dict[str, Any], ...] = ()
     if engine.runner.speculation is not None:
         whole = tuple(curve_rows(StepTimer(engine.runner).curve()))
-    return MeasuredCurve(points, rounds, _meta(target), whole)
-
-
-def _meta(target: EngineTarget) -> dict[str, Any]:
-    facts = target.facts()
-    return {
-        "kind": "measured",
-        "profile": facts.profile_name,
-        "profile_digest": facts.profile_digest,
-        "resolved": facts.profile,
-        "target": facts.identity,
-        "hardware": host_hardware(target.launch.device),
-        "commit": source_commit(),
-        "measured": now_utc(),
-        "context_tokens": CONTEXT,
-    }
+    return MeasuredCurve(points, rounds, measured_on(target) | {"context_tokens": CONTEXT}, whole)
 
 
 class _Steps:

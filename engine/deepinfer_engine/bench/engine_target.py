@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_engine.bench.metrics import Value
-from deepinfer_engine.bench.result import host_hardware
+from deepinfer_engine.bench.result import host_hardware, now_utc, source_commit
 from deepinfer_engine.bench.run import Chunk, Ended, TargetFacts
 from deepinfer_engine.bench.workload import PlannedRequest, Workload
 from deepinfer_engine.config.model import ModelConfig
@@ -180,6 +180,21 @@ def usable_ids(engine: Engine) -> np.ndarray:
     kept_out = engine.tokenizer.added_ids | {config.eos_token_id, config.bos_token_id, config.image_token_id}
     size = min(config.vocab_size, engine.tokenizer.vocab_size)
     return np.array([i for i in range(size) if i not in kept_out], dtype=np.int64)
+
+
+def measured_on(target: EngineTarget) -> dict[str, Any]:
+    """On what a measurement beside the workloads ran: profile, target, hardware, commit and time."""
+    facts = target.facts()
+    return {
+        "kind": "measured",
+        "profile": facts.profile_name,
+        "profile_digest": facts.profile_digest,
+        "resolved": facts.profile,
+        "target": facts.identity,
+        "hardware": host_hardware(target.launch.device),
+        "commit": source_commit(),
+        "measured": now_utc(),
+    }
 
 
 def _translated(events: Sequence[Any], now: float) -> list[Chunk | Ended]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from deepinfer_engine.config.model import ModelConfig
 
 
@@ -68,6 +70,38 @@ def prefill_flops(config: ModelConfig, *, decoder_replay: bool) -> TokenWork:
     c = config
     boundary = 2 * c.head_dim * c.hidden_size * 2 + 2 * c.index_head_dim * c.head_dim  # window rows and global rows
     return _sum([layer_flops(config, layer) for layer in range(config.cut)], boundary)
+
+
+def prompt_flops(config: ModelConfig, length: int, *, start: int = 0, pivot: int = 0) -> int:
+    """FLOPs of one prefill as planned: rows from ``start`` up to the cut, from ``pivot`` on above it, one head row.
+
+    Row p sees min(W, p + 1) window keys, the selected of its (p + 1) // ratio entries, and scans those of its source.
+    The cut layer writes its keys for every row and answers those from ``pivot`` on.
+    """
+    c = config
+    heads = c.num_attention_heads * c.head_dim
+    keys_at_cut = 2 * c.head_dim * c.hidden_size * 2 + 2 * c.index_head_dim * c.head_dim
+    total = 2 * c.vocab_size * c.hidden_size
+    for layer, plan in enumerate(c.layer_plan):
+        first = start if layer < c.cut else max(start, pivot)
+        seen = np.arange(first + 1, length + 1, dtype=np.int64)
+        selected, scanned = np.zeros_like(seen), np.zeros_like(seen)
+        if plan.ratio:
+            selected = np.minimum(seen // plan.ratio, c.index_topk)
+        if plan.owns_index and plan.owns_kv:
+            scanned = seen // plan.ratio
+        elif plan.owns_index:
+            scanned = np.minimum(seen // plan.ratio, c.candidate_topk_blocks * c.candidate_block_size)
+        work, most = layer_flops(c, layer), c.sliding_window + (c.index_topk if plan.ratio else 0)
+        flat = work.flat - 4 * heads * most
+        if plan.owns_index and not plan.owns_kv:
+            flat -= 2 * c.index_n_heads * c.index_head_dim * c.candidate_topk_blocks * c.candidate_block_size
+        attended = int((np.minimum(seen, c.sliding_window) + selected).sum())
+        scan = 2 * c.index_n_heads * c.index_head_dim * int(scanned.sum())
+        total += flat * len(seen) + 4 * heads * attended + scan
+        if layer == c.cut:
+            total += keys_at_cut * (first - start)
+    return total
 
 
 def index_bytes_per_context(config: ModelConfig) -> float:
