@@ -168,7 +168,7 @@ def test_flops_are_those_of_the_model_definition():
 
 
 def test_flops_of_a_prompt_add_up_row_by_row():
-    """Far from the start a row costs what a prompt token does; a plan that computes less costs what it leaves out less."""
+    """Far from the start a row costs what a prompt token does; a plan that leaves rows out costs as much less."""
     far, length = 40_000, 40_100  # beyond the window, the selection and the candidates: every layer is at its largest
     rows = work.prompt_flops(CONFIG, length, start=far) - 2 * CONFIG.vocab_size * CONFIG.hidden_size
     every = work.prefill_flops(CONFIG, decoder_replay=False)

@@ -1,4 +1,4 @@
-"""What replays and prefix hits save: prefills under each ``replay.decoder``, and the start after a hit, beside the plan.
+"""What replays and prefix hits save: prefills under each ``replay.decoder`` and the start after a hit.
 
 The engines of all modes are open together, so that the modes take turns: a drift of the machine meets all of
 them. A cell is the time from handing over a prompt to its first token, the scheduler included. Two ratios are
@@ -30,6 +30,7 @@ SHARED = 0.96
 _MODES: tuple[DecoderReplay, ...] = ("off", "exact", "bounded")
 _REUSE = ("cache.prefix=true", "replay.decoder=bounded", "replay.encoder=bounded")
 Case = Literal["off", "exact", "bounded", "hit"]
+_CASES: tuple[Case, ...] = (*_MODES, "hit")
 
 
 @dataclass(frozen=True)
@@ -128,15 +129,18 @@ def measure_replay(
                     progress(done, total)
         meta = measured_on(targets["off"])
     cells = []
-    for (length, case), times in sorted(found.items(), key=lambda item: (item[0][0], (*_MODES, "hit").index(item[0][1]))):
-        base: DecoderReplay = "off" if case != "hit" else "bounded"
-        plan = plan_prefill(shape[base if case == "hit" else case], length)  # pyright: ignore[reportArgumentType]
-        if case == "hit":
-            after = ReplayShape.of(config, decoder="bounded", encoder="bounded")
-            at = frozenset({times.cached}) if not times.replayed else frozenset()
-            plan = plan_prefill(after, length, hit=times.cached, windows_at=at)
-        whole = plan_prefill(shape[base], length)
-        cells.append(_cell(config, length, case, times, plan, found[length, base], whole))
+    for length in lengths:
+        for case in _CASES:
+            times = found[length, case]
+            base: DecoderReplay = "bounded" if case == "hit" else "off"
+            if case == "hit":
+                after = ReplayShape.of(config, decoder="bounded", encoder="bounded")
+                at = frozenset() if times.replayed else frozenset({times.cached})
+                plan = plan_prefill(after, length, hit=times.cached, windows_at=at)
+            else:
+                plan = plan_prefill(shape[case], length)
+            whole = plan_prefill(shape[base], length)
+            cells.append(_cell(config, length, case, times, plan, found[length, base], whole))
     return MeasuredReplay(tuple(cells), rounds, meta)
 
 
