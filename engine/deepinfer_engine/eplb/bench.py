@@ -17,7 +17,7 @@ import yaml
 
 from deepinfer_engine.eplb import baselines, peers, traces
 from deepinfer_engine.eplb.layout import identity
-from deepinfer_engine.eplb.loops import Loops
+from deepinfer_engine.eplb.loops import Loops, NumpyLoops
 from deepinfer_engine.eplb.placement import colocated
 from deepinfer_engine.eplb.policy import PlanSettings, Topology, plan_experts
 from deepinfer_engine.eplb.score import layer_balance
@@ -167,16 +167,19 @@ Planner = Callable[[np.ndarray], np.ndarray]
 def planners(
     recipe: Recipe, loops: Loops, threads: int, experts: int
 ) -> tuple[list[tuple[str, str, Planner]], list[str]]:
-    """(name, origin, planner) of everything to compare, ours last; notes on peers that are absent."""
+    """(name, origin, planner) of everything to compare, ours last with either loop; notes on peers that are absent."""
     ranks, slots = recipe.ranks, recipe.slots_per_rank
     topology = Topology(ranks, slots)
 
     def per_layer(rule: Callable[[np.ndarray, int, int], np.ndarray]) -> Planner:
         return lambda counts: np.stack([rule(counts[:, k], ranks, slots) for k in range(counts.shape[1])])
 
-    def ours(counts: np.ndarray) -> np.ndarray:
-        planned = plan_experts(counts, topology, settings=PlanSettings(threads=threads), loops=loops)
-        return np.stack([p.slot_RS for p in planned])
+    def ours(which: Loops) -> Planner:
+        def plan(counts: np.ndarray) -> np.ndarray:
+            planned = plan_experts(counts, topology, settings=PlanSettings(threads=threads), loops=which)
+            return np.stack([p.slot_RS for p in planned])
+
+        return plan
 
     out: list[tuple[str, str, Planner]] = [
         ("identity layout", "here", lambda counts: np.stack([identity(experts, ranks, slots)] * counts.shape[1])),
@@ -185,8 +188,17 @@ def planners(
     ]
     found, missing = peers.installed()
     out += [(p.name, p.origin, _bound(p, ranks, slots)) for p in found]
-    out.append((f"deepinfer ({loops.name})", "here", ours))
+    out += [(_ours(which), "here", ours(which)) for which in _both(loops)]
     return out, missing
+
+
+def _both(loops: Loops) -> list[Loops]:
+    """The numpy loops behind the ones that were asked for, where those are others."""
+    return [loops] if loops.name == NumpyLoops.name else [loops, NumpyLoops()]
+
+
+def _ours(loops: Loops) -> str:
+    return f"deepinfer ({loops.name})"
 
 
 def _bound(peer: peers.Peer, ranks: int, slots: int) -> Planner:
@@ -201,6 +213,8 @@ def run_bench(
     totals: dict[str, list[tuple[float, ...]]] = {}
     origins: dict[str, str] = {}
     floors, notes, shape = [], [], ""
+    names = [_ours(which) for which in _both(loops)]
+    same = True
     for seed in recipe.seeds:
         train, after = windows(recipe, seed)
         experts = train.shape[2]
@@ -209,6 +223,7 @@ def run_bench(
             f"{train.shape[0]} steps"
         )
         todo, notes = planners(recipe, loops, threads, experts)
+        plans = []
         for name, origin, plan in todo:
             started = time.process_time()
             slots_LRS = plan(train)
@@ -216,7 +231,9 @@ def run_bench(
             _check(slots_LRS, experts, name)
             totals.setdefault(name, []).append((*_judged(train, after, slots_LRS), cpu))
             origins[name] = origin
+            plans += [slots_LRS] if name in names else []
             log(f"seed {seed}: {name}: next {totals[name][-1][1]:.4f}, {cpu:.3f} CPU s")
+        same &= all(np.array_equal(p, plans[0]) for p in plans)
         floors.append(totals[todo[-1][0]][-1][4])
     floor = float(np.mean(floors))
     base = float(np.mean([t[1] for t in totals["longest-first on totals"]])) - floor
@@ -237,6 +254,12 @@ def run_bench(
                 wasted,
                 min(v[6] for v in values),
             )
+        )
+    if len(names) == 2:
+        cpu = {row.planner: row.cpu_s or 0.0 for row in rows}
+        notes.append(
+            f"numpy and {loops.name} loops: {'the same plans' if same else 'DIFFERENT PLANS'}, "
+            f"numpy takes {cpu[names[1]] / max(cpu[names[0]], 1e-9):.1f}x the CPU time"
         )
     return BenchResult(recipe.name, shape, recipe.seeds, floor, tuple(rows), tuple(notes))
 

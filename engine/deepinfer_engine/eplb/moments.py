@@ -88,7 +88,10 @@ def block_starts(steps: int, blocks: int) -> list[int]:
 
 def block_sums(counts_ME: np.ndarray, blocks: int) -> np.ndarray:
     """Counts [blocks, E] of consecutive, equally long runs of steps."""
-    return np.add.reduceat(counts_ME, block_starts(counts_ME.shape[0], blocks)[:-1])
+    steps, experts = counts_ME.shape
+    if steps % blocks == 0:  # a sum over an axis takes a third of reduceat's time
+        return counts_ME.reshape(blocks, steps // blocks, experts).sum(axis=1)
+    return np.add.reduceat(counts_ME, block_starts(steps, blocks)[:-1])
 
 
 def forecast(block_BE: np.ndarray) -> np.ndarray | None:

@@ -15,6 +15,8 @@ holds experts 0, 2, 1 (6.5 of 12) and rank 1 holds 0, 1, 3 (5.5 of 12).
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from deepinfer_engine.errors import UsageError
@@ -66,22 +68,21 @@ def replica_counts(weight_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
 def longest_first(weight_E: np.ndarray, copies_E: np.ndarray, ranks: int) -> np.ndarray:
     """Expert of every slot, int64 [R, S], by the longest-first rule; S = Σ copies ÷ ranks."""
     load_E = replica_load(weight_E, copies_E)
-    order = np.argsort(-load_E, kind="stable")
+    order_E = np.argsort(-load_E, kind="stable")
     slots = int(copies_E.sum()) // ranks
-    slot_RS = np.full((ranks, slots), -1, np.int64)
-    rank_load = [0] * ranks
-    used = [0] * ranks
-    for e in order.tolist():
-        w, held = int(load_E[e]), set()
-        for _ in range(int(copies_E[e])):
-            free = [r for r in range(ranks) if used[r] < slots]
-            fresh = [r for r in free if r not in held]
-            r = min(fresh or free, key=rank_load.__getitem__)
-            slot_RS[r, used[r]] = e
-            used[r] += 1
-            rank_load[r] += w
-            held.add(r)
-    return separated(slot_RS, load_E, copies_E)
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    lightest = [(0, r) for r in range(ranks)]  # a heap of the ranks with free slots
+    for e, w, copies in zip(order_E.tolist(), load_E[order_E].tolist(), copies_E[order_E].tolist(), strict=True):
+        holding: list[tuple[int, int]] = []  # ranks with free slots that hold e by now, out of the heap
+        for _ in range(copies):
+            source = lightest or holding
+            load, r = heapq.heappop(source)
+            rows[r].append(e)
+            if len(rows[r]) < slots:
+                heapq.heappush(holding, (load + w, r))
+        for item in holding:
+            heapq.heappush(lightest, item)
+    return separated(np.array(rows, np.int64), load_E, copies_E)
 
 
 def colocated(slot_RS: np.ndarray) -> list[tuple[int, int]]:

@@ -57,7 +57,7 @@ def speed_table(records: list[dict[str, Any]], recipe: str = "speed-ep64") -> st
     ours = found["deepinfer (compiled)"]["cpu_s"]
     rows = [
         [title, f"{found[name]['cpu_s']:.3f}", f"{found[name]['cpu_s'] / ours:.2f}", f"{found[name]['train']:.4f}"]
-        for name, title in COLUMNS[1:]
+        for name, title in (*COLUMNS[1:], ("deepinfer (numpy)", "deepinfer, numpy path"))
         if name in found
     ]
     return _table(["planner", "CPU s", "÷ deepinfer", "moe_lb_step, train"], rows)

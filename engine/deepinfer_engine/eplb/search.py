@@ -29,6 +29,9 @@ PHI_CAP = 4e4
 #: rounding would pass for a gain, and two ranks could exchange the same experts for ever.
 KEEP = 1.0 - 1e-9
 
+#: Cost of what is not allowed; above every sum of two φ, which stay below 1e295.
+BARRED = 1e300
+
 #: Exchanges per slot after which a search stops; real searches make fewer than one.
 EXCHANGES_PER_SLOT = 32
 
@@ -54,10 +57,17 @@ def sharpness(ranks: int) -> float:
 
 def phi(y: np.ndarray) -> np.ndarray:
     """φ in place, from y = 1 + x/64."""
-    np.maximum(y, 0.0, out=y)
-    np.minimum(y, PHI_CAP, out=y)
+    np.clip(y, 0.0, PHI_CAP, out=y)
     for _ in range(POWER_LOG2):
         np.multiply(y, y, out=y)
+    return y
+
+
+def _phi_of(y: float) -> float:
+    """φ of one y: the same additions and multiplications."""
+    y = min(max(y, 0.0), PHI_CAP)
+    for _ in range(POWER_LOG2):
+        y *= y
     return y
 
 
@@ -106,13 +116,17 @@ class _State:
         self.part_E: np.ndarray = float(self.ranks) / copies_E
         self.load_E = mean_E * self.part_E
         self.cov_EE = cov_EE
-        has = np.zeros((self.ranks, len(mean_E)), bool)
-        has[np.repeat(np.arange(self.ranks), self.slots), self.slot] = True
-        self.has_RE = has
-        # 1 where a rank would have to receive the expert; all zero without an old plan.
-        self.warm = held_RE is not None
-        self.new_RE = np.zeros(has.shape, np.int64) if held_RE is None else (~held_RE).astype(np.int64)
-        self.received = int(self.new_RE[np.repeat(np.arange(self.ranks), self.slots), self.slot].sum())
+        rank_P = np.repeat(np.arange(self.ranks), self.slots)
+        self.bar_RE = np.zeros((self.ranks, len(mean_E)))  # BARRED where the rank holds the expert
+        self.bar_RE[rank_P, self.slot] = BARRED
+        # Ranks that hold each expert of several copies; the only holder of another one is barred as the first rank.
+        self.on: dict[int, set[int]] = {e: set() for e in np.flatnonzero(copies_E > 1).tolist()}
+        for r, e in zip(rank_P.tolist(), self.slot.tolist(), strict=True):
+            if e in self.on:
+                self.on[e].add(r)
+        # 1 where a rank would have to receive the expert; only with an old plan.
+        self.new_RE = None if held_RE is None else (~held_RE).astype(np.int64)
+        self.received = 0 if self.new_RE is None else int(self.new_RE[rank_P, self.slot].sum())
 
         self._fill(sharpness(self.ranks))
 
@@ -130,29 +144,28 @@ class _State:
         spread = float(_left(np.sqrt(np.maximum(var_R, 0.0))[None, :])[0])
         sharpness = sharp / max(spread / R, 1e-4)
         b, half = sharpness * INV_POWER, 0.5 * sharpness * sharpness * INV_POWER
-        self.load_P = load_RS.reshape(-1) * b
-        self.diag_P = np.diagonal(cov_PP) * half
-        self.gain_P = self.load_P + self.diag_P
+        load_P, diag_P = load_RS.reshape(-1) * b, np.diagonal(cov_PP) * half
+        self.gain_P, self.rest_P = load_P + diag_P, diag_P - load_P
         cov_PP *= 2.0 * half
         self.K2 = cov_PP
         self.V2 = _left(cov_PP.reshape(R, S, R * S))
         base = half * (float(_left(var_R[None, :])[0]) / R)
         self.y_R = (((mu_R - 1.0) * b + var_R * half) - base) + 1.0
         self.phi_R = phi(self.y_R.copy())
+        self.keep_P = np.repeat(self.phi_R * KEEP, S)
         self.loss_P = np.empty(R * S)
+        self.both = np.empty((2, S, R * S))  # scratch of _best
         for r in range(R):
             self._reset(r)
 
     def _reset(self, r: int) -> None:
         """loss[p] = y of p's rank without p."""
         lo, hi = r * self.slots, (r + 1) * self.slots
-        self.loss_P[lo:hi] = self.y_R[r] + ((self.diag_P[lo:hi] - self.load_P[lo:hi]) - self.V2[r, lo:hi])
+        self.loss_P[lo:hi] = self.y_R[r] + (self.rest_P[lo:hi] - self.V2[r, lo:hi])
 
     def total(self) -> float:
-        out = 0.0
-        for v in self.phi_R.tolist():
-            out += v
-        return out
+        """The cost of all ranks, added from left to right."""
+        return float(np.add.accumulate(self.phi_R)[-1])
 
     def scale(self, a: int) -> float:
         """The cost that gains on rank ``a`` are measured by: all ranks together, or R times ``a`` if that is less.
@@ -184,19 +197,20 @@ class _State:
         None."""
         R, S = self.ranks, self.slots
         P, lo, hi = R * S, a * S, a * S + S
-        mine, k = self.slot[lo:hi], self.K2[lo:hi]
-        both = np.empty((2, S, P))
-        np.add(self.loss_P[lo:hi, None], (self.gain_P + self.V2[a])[None, :], out=both[0])
-        there = self.gain_P[lo:hi, None] + self.V2[:, lo:hi].T
-        np.add(there[:, :, None], self.loss_P.reshape(1, R, S), out=both[1].reshape(S, R, S))
+        k, both = self.K2[lo:hi], self.both
+        np.add(self.loss_P[lo:hi, None], self.gain_P + self.V2[a], out=both[0])
+        into_SR = self.gain_P[lo:hi, None] + self.V2[:, lo:hi].T
+        np.add(into_SR.repeat(S, axis=1), self.loss_P, out=both[1])
         both -= k
         phi(both)
-        cost = np.add(both[0], both[1], out=both[0]).reshape(S, R, S)
-        cost -= (self.phi_R * KEEP)[None, :, None]
-        if self.warm:
-            self._charge(cost, a, rules)
-        cost.reshape(S, P)[:, self.has_RE[a, self.slot]] = np.inf
-        cost[self.has_RE[:, mine].T] = np.inf
+        cost = np.add(both[0], both[1], out=both[0])
+        cost -= self.keep_P - self.bar_RE[a].take(self.slot)
+        by_rank = cost.reshape(S, R, S)
+        if self.new_RE is not None:
+            self._charge(by_rank, self.new_RE, a, rules)
+        for i, e in enumerate(self.slot[lo:hi].tolist()):
+            for r in self.on.get(e, ()):
+                by_rank[i, r] = BARRED
         best = int(cost.argmin())
         i, p = divmod(best, P)
         least = rules.tol * self.scale(a)
@@ -208,38 +222,45 @@ class _State:
         y_b = ((self.gain_P[i] + self.V2[b, i]) + self.loss_P[p]) - self.K2[i, p]
         return i, p, float(y_a), float(y_b)
 
-    def _charge(self, cost: np.ndarray, a: int, rules: SearchRules) -> None:
+    def _charge(self, cost: np.ndarray, new_RE: np.ndarray, a: int, rules: SearchRules) -> None:
         """Add the price of received experts to ``cost`` [S, R, S]; forbid what would exceed the cap."""
         R, S = self.ranks, self.slots
         lo, hi = a * S, a * S + S
         ranks_P = np.repeat(np.arange(R), S)
-        out_P = self.new_RE[a, self.slot] - self.new_RE[ranks_P, self.slot]
+        out_P = new_RE[a, self.slot] - new_RE[ranks_P, self.slot]
         mine = self.slot[lo:hi]
-        in_SR = (self.new_RE[:, mine] - self.new_RE[a, mine][None, :]).T
+        in_SR = (new_RE[:, mine] - new_RE[a, mine][None, :]).T
         delta = in_SR[:, :, None] + out_P.reshape(1, R, S)
         cost += delta * rules.price
         if rules.cap is not None:
-            cost[(delta > 0) & (self.received + delta > rules.cap)] = np.inf
+            cost[(delta > 0) & (self.received + delta > rules.cap)] = BARRED
 
     def _swap(self, a: int, i: int, p: int, y_a: float, y_b: float) -> None:
         S, b = self.slots, p // self.slots
         e, f = int(self.slot[i]), int(self.slot[p])
-        new = self.new_RE
-        self.received += int(new[a, f] - new[a, e] + new[b, e] - new[b, f])
+        if (new := self.new_RE) is not None:
+            self.received += int(new[a, f] - new[a, e] + new[b, e] - new[b, f])
         self.slot[i], self.slot[p] = f, e
-        for r in (a, b):
-            self.has_RE[r] = False
-            self.has_RE[r, self.slot[r * S : r * S + S]] = True
-        self.K2[[i, p]] = self.K2[[p, i]]
-        self.K2[:, [i, p]] = self.K2[:, [p, i]]
-        self.V2[:, [i, p]] = self.V2[:, [p, i]]
+        self._moved(e, a, b)
+        self._moved(f, b, a)
+        for m in (self.K2, self.K2.T, self.V2.T):
+            row = m[i].copy()
+            m[i], m[p] = m[p], row
         shift = self.K2[i] - self.K2[p]
         self.V2[a] += shift
         self.V2[b] -= shift
-        for v in (self.load_P, self.diag_P, self.gain_P):
+        for v in (self.gain_P, self.rest_P):
             v[i], v[p] = v[p], v[i]
-        self.y_R[a], self.y_R[b] = y_a, y_b
-        pair = phi(np.array([y_a, y_b]))
-        self.phi_R[a], self.phi_R[b] = pair
-        self._reset(a)
-        self._reset(b)
+        for r, y in ((a, y_a), (b, y_b)):
+            self.y_R[r], self.phi_R[r] = y, (cost := _phi_of(y))
+            self.keep_P[r * S : r * S + S] = cost * KEEP
+            self._reset(r)
+
+    def _moved(self, e: int, a: int, b: int) -> None:
+        """One replica of expert e has left rank a for rank b."""
+        stays = e in self.on and e in self.slot[a * self.slots : (a + 1) * self.slots]
+        self.bar_RE[a, e], self.bar_RE[b, e] = BARRED if stays else 0.0, BARRED
+        if e in self.on:
+            self.on[e].add(b)
+            if not stays:
+                self.on[e].remove(a)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepinfer_engine.eplb import baselines, bench, peers, traces
+from deepinfer_engine.eplb import baselines, bench, native, peers, traces
 from deepinfer_engine.eplb.loops import NumpyLoops
 from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
 
@@ -55,6 +55,18 @@ def test_comparison_ranks_planners_as_measured():
     ours, greedy, totals = rows["deepinfer (numpy)"], rows["greedy on observed peaks"], rows["longest-first on totals"]
     assert ours.next < greedy.next < totals.next < rows["identity layout"].next and ours.wasted == 0
     assert ours.excess_ratio and ours.excess_ratio < 0.4 and totals.excess_ratio == pytest.approx(1.0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: g++ is not on the path")
+def test_both_loops_are_compared_and_different_plans_are_said(tmp_path, monkeypatch):
+    recipe = replace(small("decode-ep64", 1), train_steps=100, next_steps=60)
+    result = bench.run_bench(recipe, native.load(tmp_path))
+    rows = {row.planner: row for row in result.rows}
+    assert rows["deepinfer (compiled)"].next == rows["deepinfer (numpy)"].next
+    assert "numpy and compiled loops: the same plans" in result.notes[-1]
+    first = NumpyLoops.longest_first
+    monkeypatch.setattr(NumpyLoops, "longest_first", staticmethod(lambda w, c, r: first(w, c, r)[::-1]))
+    assert "DIFFERENT PLANS" in bench.run_bench(recipe, native.load(tmp_path)).notes[-1]
 
 
 def test_installed_peers_are_measured_and_absent_ones_named(monkeypatch):

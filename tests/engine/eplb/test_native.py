@@ -7,7 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from deepinfer_engine.eplb import loops, native, policy
+from deepinfer_engine.eplb import loops, native, placement, policy
+from deepinfer_engine.eplb.search import SearchRules
 from deepinfer_engine.errors import NotReadyError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
@@ -71,6 +72,34 @@ def test_same_warm_start(decode, compiled, cap):
     ]
     for x, y in zip(*plans, strict=True):
         assert (x.slot_RS == y.slot_RS).all() and x.start == y.start
+
+
+@needs_compiler
+def test_same_search_from_any_start_with_prices_and_caps(compiled):
+    """Random small layers: several copies, replicas that share a rank at the start, experts that are held or not."""
+    rng, made, shared = np.random.default_rng(0), 0, 0
+    for trial in range(200):
+        experts, ranks = int(rng.integers(2, 24)), int(rng.integers(2, 9))
+        slots = -(-experts // ranks) + int(rng.integers(0, 3))
+        counts = rng.poisson(rng.gamma(0.5, 20.0, experts), (60, experts)) + 1
+        copies = loops.NumpyLoops.replica_counts(counts.sum(axis=0), ranks, ranks * slots)
+        m = loops.NumpyLoops.window(counts).moments()
+        start = rng.permutation(np.repeat(np.arange(experts), copies)).reshape(ranks, slots)
+        shared += bool(placement.colocated(start))
+        held, rules = None, SearchRules()
+        if trial % 2:
+            held = rng.random((ranks, experts)) < 0.4
+            rules = SearchRules(price=float(rng.random()), cap=None if trial % 4 == 1 else int(rng.integers(0, 9)))
+        (a, n), (b, k) = (
+            which.swap_search(start, m.mean_E, m.cov_EE, copies, rules, held) for which in (compiled, loops.NumpyLoops)
+        )
+        assert n == k and (a == b).all()
+        made += n
+        weight = rng.integers(0, 5, experts)  # many ties
+        assert (
+            compiled.longest_first(weight, copies, ranks) == loops.NumpyLoops.longest_first(weight, copies, ranks)
+        ).all()
+    assert made > 400 and shared > 50
 
 
 @needs_compiler
