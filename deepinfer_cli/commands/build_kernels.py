@@ -13,7 +13,7 @@ from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
 
 if TYPE_CHECKING:
-    from deepinfer_kernels.cpu.build import Built, Compiler
+    from deepinfer_kernels.cpp import Source
 
 _COLUMNS = ("op", "backend", "status", "seconds", "file", "reason")
 _FORMATS = (OutputFormat.table, OutputFormat.json, OutputFormat.jsonl, OutputFormat.csv)
@@ -44,7 +44,8 @@ def command(
     """Compile kernels for this machine into the kernel cache.
 
     Operations of one family share a library; a library is compiled once per source, compiler and CPU. The cache is
-    the profile's kernels.cache_dir, or the user's cache folder. Engines use what is there when they start.
+    the profile's kernels.cache_dir, or the user's cache folder. Engines use what is there when they start;
+    eplb_plan is the planner's inner loop.
 
     \b
     Examples:
@@ -61,19 +62,20 @@ def command(
             f"no kernels for {target} in this version: --target cpu is what can be built",
             hint="deepinfer doctor lists what computes each operation on a machine",
         )
-    from deepinfer_kernels.cpu.binary import default_cache
-    from deepinfer_kernels.cpu.build import CompilerError
+    from deepinfer_kernels import cpp
 
-    families = _families(ops)
-    cache = default_cache() if kernels.cache_dir is None else Path(kernels.cache_dir)
+    wanted = _sources(ops)
+    operations = {source.name: names for source, names in wanted}
+    cache = cpp.default_cache() if kernels.cache_dir is None else Path(kernels.cache_dir)
     try:
-        compiler, made = _make(list(families), cache, dry_run)
-    except CompilerError as exc:
+        compiler = cpp.Compiler.find()
+        made = (cpp.plan if dry_run else cpp.build)([source for source, _ in wanted], compiler, cache)
+    except cpp.CompilerError as exc:
         raise NotReadyError(str(exc), hint="install one (apt install g++), or name it in CXX") from None
     rows = [
         (op, "cpu", b.status, round(b.seconds, 2), None if b.path is None else str(b.path), b.detail)
         for b in made
-        for op in families[b.family]
+        for op in operations[b.name]
     ]
     if format is OutputFormat.json:
         content = {"target": str(target), "compiler": compiler.version, "cache": str(cache), "dry_run": dry_run}
@@ -84,29 +86,25 @@ def command(
     failed = [b for b in made if b.status == "failed"]
     if failed:
         raise ArtefactError(
-            f"{len(failed)} of {len(made)} libraries were not built, first {failed[0].family}: {failed[0].detail}",
+            f"{len(failed)} of {len(made)} libraries were not built, first {failed[0].name}: {failed[0].detail}",
             hint=f"the compiler is {compiler.path} ({compiler.version}); g++ 12 or newer is known to work",
         )
 
 
-def _families(ops: str | None) -> dict[str, list[str]]:
-    """Family to its operations, all or those that ``--ops`` names."""
+def _sources(ops: str | None) -> list[tuple[Source, list[str]]]:
+    """C++ sources with the operations in each: the kernels' families and the planner's loops, all or those that
+    ``--ops`` names."""
+    from deepinfer_engine.eplb.native import SOURCE
+    from deepinfer_kernels.cpu.binary import source
     from deepinfer_kernels.cpu.families import FAMILIES
 
-    every = {family: list(made.operations) for family, made in FAMILIES.items()}
+    every = [(source(family), list(made.operations)) for family, made in FAMILIES.items()] + [(SOURCE, ["eplb_plan"])]
     if ops is None:
         return every
     wanted = [name.strip() for name in ops.split(",")]
-    known = [op for names in every.values() for op in names]
+    known = [op for _, names in every for op in names]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UsageError(f"--ops: no compiled operation named {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
-    chosen = {family: [op for op in names if op in wanted] for family, names in every.items()}
-    return {family: names for family, names in chosen.items() if names}
-
-
-def _make(families: list[str], cache: Path, dry_run: bool) -> tuple[Compiler, list[Built]]:
-    from deepinfer_kernels.cpu import build
-
-    compiler = build.Compiler.find()
-    return compiler, (build.plan if dry_run else build.build)(families, compiler, cache)
+    chosen = [(made, [op for op in names if op in wanted]) for made, names in every]
+    return [(made, names) for made, names in chosen if names]

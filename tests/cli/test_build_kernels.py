@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepinfer_cli import main as cli
-from deepinfer_kernels.cpu import build as building
+from deepinfer_engine.eplb import native
+from deepinfer_kernels import cpp
+from deepinfer_kernels.cpu.binary import source
 from deepinfer_kernels.cpu.families import FAMILIES
 
 TEXTS = Path(__file__).parent / "texts"
@@ -80,8 +82,18 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(capsys, cache, com
     code, out, _ = run(["--target", "cpu", "--dry-run", "--format", "csv", *cache], capsys)
     rows = list(csv.DictReader(io.StringIO(out)))
     assert code == 0 and {r["status"] for r in rows} == {"missing"}
-    assert [r["op"] for r in rows] == [name for family in FAMILIES.values() for name in family.operations]
+    operations = [name for family in FAMILIES.values() for name in family.operations]
+    assert [r["op"] for r in rows] == [*operations, "eplb_plan"]
     assert not (tmp_path / "kernels").exists()
+
+
+def test_the_loops_of_the_planner_are_built_too(capsys, cache, tmp_path, monkeypatch):
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        pytest.skip("no C++ compiler on the path")
+    (row,) = json.loads(run(["--target", "cpu", "--ops", "eplb_plan", "--format", "json", *cache], capsys)[1])["rows"]
+    assert (row["op"], row["status"]) == ("eplb_plan", "built")
+    monkeypatch.setenv("CXX", "no-such-compiler")  # what is built needs no compiler any more
+    assert native.load(tmp_path / "kernels").name == "compiled"
 
 
 def test_another_compiler_and_a_damaged_library_are_built_anew(capsys, cache, compiler, tmp_path):
@@ -127,7 +139,7 @@ def test_misspelt_operations_and_forms_are_usage_errors(capsys, cache):
 def test_concurrent_builds_wait_for_each_other(compiler, tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
-    found = building.Compiler.find()
+    found = cpp.Compiler.find()
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(building.build, ["norm"], found, tmp_path) for _ in range(2)]
+        runs = [pool.submit(cpp.build, [source("norm")], found, tmp_path) for _ in range(2)]
         assert sorted(r.result()[0].status for r in runs) == ["built", "cached"]

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from deepinfer_cli.commands.eplb_plan import command
-from deepinfer_engine.eplb import foreign_plans, native, plot, traces
+from deepinfer_engine.eplb import foreign_plans, plot, traces
 from deepinfer_engine.eplb import plan as plans
 from deepinfer_engine.eplb.stats import ExpertStats, write_stats
 from deepinfer_engine.errors import DeepInferError, NotReadyError
@@ -108,9 +108,10 @@ def test_compiled_loop_writes_the_same_file(stats, tmp_path):
 
 
 def test_auto_says_why_it_runs_numpy(stats, tmp_path, monkeypatch):
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    assert "note: numpy loop (same plan, slower): no C++ compiler" in run(stats, loop="auto")
-    e = run(stats, loop="compiled")
+    monkeypatch.setenv("CXX", "no-such-g++")
+    cache = ("--cache-dir", tmp_path / "cache")
+    assert "note: numpy loop (same plan, slower): no C++ compiler" in run(stats, *cache, loop="auto")
+    e = run(stats, *cache, loop="compiled")
     assert isinstance(e, NotReadyError) and e.exit_code == 3 and "g++" in (e.hint or "")
 
 

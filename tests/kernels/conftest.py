@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_kernels.cpu.build import Compiler, build
+from deepinfer_kernels.cpp import Compiler, build
+from deepinfer_kernels.cpu.binary import source
 from deepinfer_kernels.cpu.families import FAMILIES
 
 
@@ -20,5 +21,6 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no C++ compiler: {name} is not on the path")
     compiler = Compiler.find()
     cache = tmp_path_factory.mktemp("kernels")
-    assert [(b.family, b.detail) for b in build(FAMILIES, compiler, cache) if b.status != "built"] == []
+    made = build(map(source, FAMILIES), compiler, cache)
+    assert [(b.name, b.detail) for b in made if b.status != "built"] == []
     return cache

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpu.binary import Library, built
+from deepinfer_kernels.cpu.binary import Library, source
 from deepinfer_kernels.cpu.families import FAMILIES
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import attention, quantise
@@ -337,7 +337,7 @@ def test_every_compiled_operation_is_registered_once():
 
 
 def test_a_damaged_library_is_named(kernel_cache: Path, tmp_path: Path):
-    real = built("norm", kernel_cache)
+    real = source("norm").library(kernel_cache)
     assert real is not None
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / real.name).write_bytes(real.read_bytes()[:1000])

@@ -1,20 +1,12 @@
 """Build, load and call the compiled inner loops (``loops.cpp``, plain C++ through ctypes).
 
-The library is built with g++ on first use into a cache folder. Its file name is a digest of the source, the compiler's
-version, the flags and the machine's CPU flags (the code is tuned to the machine it was built on), and it is renamed
-into place, so concurrent builds are harmless. ``load`` raises NotReadyError with the reason; falling back is the
-caller's decision.
+The library is built by ``deepinfer build-kernels``, or on first use, into the kernel cache. ``load`` raises
+NotReadyError with the reason; falling back is the caller's decision.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +17,7 @@ from deepinfer_engine.eplb.loops import NumpyWindow, Window
 from deepinfer_engine.eplb.moments import LayerMoments
 from deepinfer_engine.eplb.search import SearchRules, sharpness
 from deepinfer_engine.errors import NotReadyError
-
-SOURCE = Path(__file__).with_name("loops.cpp")
+from deepinfer_kernels import cpp
 
 #: No reassociation and no contraction: the compiled loops must return the bits of the numpy ones. They make no
 #: infinity, no NaN and nothing that depends on the sign of a zero: minima and maxima may be single instructions.
@@ -43,6 +34,8 @@ FLAGS = (
     "-fPIC",
 )
 
+SOURCE = cpp.Source("eplb", Path(__file__).with_name("loops.cpp"), FLAGS)
+
 #: Columns are padded to a cache line.
 COLUMN_STEPS = 16
 
@@ -51,66 +44,32 @@ _PTR = ctypes.c_void_p
 _F64 = ctypes.c_double
 
 
-def default_cache() -> Path:
-    """Where built libraries are kept: the user's cache folder."""
-    return Path.home() / ".cache" / "deepinfer" / "eplb"
+def load(cache: Path | None = None, compiler: str | None = None) -> NativeLoops:
+    """The compiled loops, built by ``compiler`` ($CXX, else g++) if no compiler has built them in the kernel cache yet.
 
-
-def _cpu_flags() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    except OSError:
-        return platform.processor()
-    return platform.processor()
-
-
-def shared_object(cache: Path, compiler: str = "g++") -> Path:
-    """Path of the built library, compiling it if this source, compiler and CPU have not been seen yet.
-
-    Raises NotReadyError when there is no compiler, it fails, or the cache folder cannot be written.
+    Raises NotReadyError with the reason.
     """
-    found = shutil.which(compiler)
-    if found is None:
-        raise NotReadyError(
-            f"no C++ compiler: {compiler} is not on the path", hint="install g++, or plan with --loop numpy"
-        )
-    try:
-        version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError) as e:
-        raise NotReadyError(f"{compiler} --version failed: {e}", hint="plan with --loop numpy") from e
-    key = "\n".join((SOURCE.read_text(), version, " ".join(FLAGS), _cpu_flags()))
-    target = cache / f"loops-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
-    if target.is_file():
-        return target
-    try:
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(suffix=".part", dir=cache)
-    except OSError as e:
-        raise NotReadyError(f"cannot write {cache}: {e.strerror}", hint="give --cache-dir a writable folder") from e
-    os.close(handle)
-    try:
-        command = [found, *FLAGS, "-o", name, str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-        if done.returncode:
-            first = (done.stderr.strip().splitlines() or ["no message"])[0]
-            raise NotReadyError(f"{compiler} could not build {SOURCE.name}: {first}", hint="plan with --loop numpy")
-        os.replace(name, target)
-    except subprocess.TimeoutExpired as e:
-        raise NotReadyError(f"{compiler} did not finish {SOURCE.name} in 180 s", hint="plan with --loop numpy") from e
-    finally:
-        Path(name).unlink(missing_ok=True)
-    return target
-
-
-def load(cache: Path | None = None, compiler: str = "g++") -> NativeLoops:
-    """The compiled loops, built if needed. Raises NotReadyError with the reason."""
-    path = shared_object(cache or default_cache(), compiler)
+    cache = cache or cpp.default_cache()
+    path = SOURCE.intact(cache) or _built(cache, compiler)
     try:
         return NativeLoops(ctypes.CDLL(str(path)))
     except OSError as e:
         raise NotReadyError(f"cannot load {path}: {e}", hint="delete it, or plan with --loop numpy") from e
+
+
+def _built(cache: Path, compiler: str | None) -> Path:
+    try:
+        found = cpp.Compiler.find(compiler)
+        (made,) = cpp.build([SOURCE], found, cache)
+    except cpp.CompilerError as e:
+        raise NotReadyError(
+            str(e), hint="install g++, give --cache-dir a writable folder, or plan with --loop numpy"
+        ) from e
+    if made.path is None:
+        raise NotReadyError(
+            f"{found.path} could not build {SOURCE.path.name}: {made.detail}", hint="plan with --loop numpy"
+        )
+    return made.path
 
 
 def _at(a: np.ndarray) -> int:

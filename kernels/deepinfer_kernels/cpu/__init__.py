@@ -2,5 +2,5 @@
 
 One source and one library per family. A row of a result has the same bits whatever else is in the call, and there
 are no threads inside, so every operation here is batch invariant. Nothing is compiled by importing or calling:
-``build`` does that ahead of time, ``library`` finds and loads what was built.
+``deepinfer_kernels.cpp`` does that ahead of time, ``binary.Library`` loads what was built.
 """

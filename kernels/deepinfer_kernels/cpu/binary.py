@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from deepinfer_kernels.cpp import Source, is_intact
 
 #: -ffp-contract=off: a * b + c rounds twice everywhere, or a tile's edge could differ from its middle
 FLAGS = (
@@ -29,47 +28,10 @@ _FOLDER = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "w": ctypes.c_int32, "f": ctypes.c_float}
 
 
-def default_cache() -> Path:
-    """``deepinfer/kernels`` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "deepinfer" / "kernels"
-
-
 @functools.cache
-def _cpu() -> str:
-    """The instruction sets of this machine: a library is tuned to them and loads nowhere else."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {flags}"
-
-
-def source(family: str) -> Path:
-    """The C++ file of a family."""
-    return _FOLDER / f"{family}.cpp"
-
-
-@functools.cache
-def content_key(family: str) -> str:
-    """Digest of the family's source, all headers, the compiler's flags and the CPU's instruction sets."""
-    digest = hashlib.sha256(source(family).read_bytes())
-    for header in sorted(_FOLDER.glob("*.h")):
-        digest.update(header.read_bytes())
-    digest.update("\n".join((*FLAGS, _cpu())).encode())
-    return digest.hexdigest()[:16]
-
-
-def file_digest(path: Path) -> str:
-    """The last part of a library's name: a digest of its bytes, so that a damaged file is told before it is mapped."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-
-
-def built(family: str, cache: Path | None = None, compiler: str = "*") -> Path | None:
-    """The newest library of this very source and CPU in a kernel cache, by whichever compiler; None without one."""
-    found = (cache or default_cache()).glob(f"cpu/{family}-{content_key(family)}-{compiler}-*.so")
-    return max(found, key=lambda p: (p.stat().st_mtime_ns, p.name), default=None)
+def source(family: str) -> Source:
+    """The C++ file of a family and how it is compiled."""
+    return Source(family, _FOLDER / f"{family}.cpp", FLAGS, tuple(sorted(_FOLDER.glob("*.h"))))
 
 
 class Library:
@@ -87,13 +49,13 @@ class Library:
 
     def missing(self, cache: Path | None = None) -> str | None:
         """Load the family from a kernel cache if there; otherwise what is missing and the next step."""
-        path = built(self.family, cache)
+        path = source(self.family).library(cache)
         if path is None:
             return "not built for this machine: deepinfer build-kernels --target cpu"
         if self._loaded:
             return None
         try:
-            if not path.stem.endswith(file_digest(path)):
+            if not is_intact(path):
                 return f"{path} is damaged: delete it and build again"
             library = ctypes.CDLL(str(path))
             for name, signature in self.functions.items():

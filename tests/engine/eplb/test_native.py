@@ -137,10 +137,15 @@ def test_a_window_in_the_memory_of_another_has_its_own_numbers(decode, compiled)
 
 @needs_compiler
 def test_library_is_built_once_and_left_without_temporary_files(compiled, cache):
-    (first,) = cache.iterdir()
+    lock, first = sorted((cache / "cpu").iterdir())
     stamp = first.stat().st_mtime_ns
-    assert native.shared_object(cache) == first and first.stat().st_mtime_ns == stamp
-    assert first.suffix == ".so"
+    native.load(cache)
+    assert lock.name == ".lock" and first.suffix == ".so" and first.stat().st_mtime_ns == stamp
+    content = first.read_bytes()
+    first.unlink()  # it is mapped here: another file takes its place
+    first.write_bytes(content[:1000])
+    native.load(cache)
+    assert len(list((cache / "cpu").iterdir())) == 2, "a damaged library is replaced"
 
 
 def test_missing_compiler_is_named(tmp_path):
@@ -155,7 +160,7 @@ def test_failing_compiler_shows_its_first_line_and_leaves_nothing(tmp_path):
     cache = tmp_path / "cache"
     with pytest.raises(NotReadyError, match="no such target"):
         native.load(cache, str(fake))
-    assert list(cache.iterdir()) == []
+    assert [path.name for path in (cache / "cpu").iterdir()] == [".lock"]
 
 
 def test_unwritable_cache_is_an_environment_error(tmp_path):
@@ -163,5 +168,5 @@ def test_unwritable_cache_is_an_environment_error(tmp_path):
         pytest.skip("no g++ on this machine")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(NotReadyError, match="cannot write"):
+    with pytest.raises(NotReadyError, match="cannot be written"):
         native.load(blocked / "cache")
