@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def elsewhere(tmp_path) -> Path:
     return path
 
 
-def run(*args, loop: str = "numpy"):
+def run(*args, loop: str = "numpy") -> Any:
     """stdout of a run that succeeds, or the DeepInferError it ends with."""
     result = CliRunner().invoke(app, [str(a) for a in args] + (["--loop", loop] if loop else []))
     if result.exception is None:
