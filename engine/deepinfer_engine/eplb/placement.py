@@ -66,7 +66,8 @@ def replica_counts(weight_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
 
 
 def longest_first(weight_E: np.ndarray, copies_E: np.ndarray, ranks: int) -> np.ndarray:
-    """Expert of every slot, int64 [R, S], by the longest-first rule; S = Σ copies ÷ ranks."""
+    """Expert of every slot, int64 [R, S], by the longest-first rule; S = Σ copies ÷ ranks. Σ weights is at most
+    ``MAX_WEIGHT``."""
     load_E = replica_load(weight_E, copies_E)
     order_E = np.argsort(-load_E, kind="stable")
     slots = int(copies_E.sum()) // ranks

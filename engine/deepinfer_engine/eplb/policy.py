@@ -44,7 +44,11 @@ from deepinfer_engine.eplb.search import SearchRules
 from deepinfer_engine.errors import ArtefactError, UsageError
 
 #: Name and version stamped into plans; changes whenever the same input may give another plan.
-ALGORITHM = "covariance-swap/3"
+ALGORITHM = "covariance-swap/4"
+
+#: Weights of all experts together: far more digits than the counts carry, and one rank could hold them all in int64
+#: (x LCM, 0.34 of what it holds).
+WEIGHT_SUM = 2.0**42
 
 #: A rank whose mean stays above this after the search is worth the eight other starts.
 HARD_RANK = 1.05
@@ -284,12 +288,13 @@ class _Part:
         self.weight_E = self._weights(0.0, 1.0) if self.m.recent else self.m.total_E
 
     def _weights(self, z: float, alpha: float) -> np.ndarray:
-        """(mean + z·sd)^α as int64, the largest 2^40: far more digits than the counts carry."""
+        """(mean + z·sd)^α as int64, together ``WEIGHT_SUM``."""
         sd_E = np.sqrt(np.maximum(np.diagonal(self.m.cov_EE), 0.0))
         raw_E = self.m.mean_E + z * sd_E
         if alpha != 1.0:
             raw_E = raw_E**alpha
-        return np.rint(raw_E * (2.0**40 / float(raw_E.max()))).astype(np.int64)
+        # cumsum adds from left to right: the same sum on every machine.
+        return np.rint(raw_E * (WEIGHT_SUM / float(np.cumsum(raw_E)[-1]))).astype(np.int64)
 
     def _searched(self, copies_E: np.ndarray, name: str) -> Candidate:
         start_RS = self.loops.longest_first(self._weights(1.0, 1.0), copies_E, self.ranks)
