@@ -29,8 +29,10 @@ from deepinfer_kernels.reference import (
 )
 from deepinfer_kernels.reference.numerics import NUMERICS, Numerics
 from deepinfer_kernels.spec import Implementation
+from deepinfer_kernels.triton import families as triton
 
 _EVERYWHERE = frozenset({"cpu", "sm90", "sm100"})
+_GPUS = frozenset({"sm90", "sm100"})
 _ALL = frozenset(NUMERICS)
 
 _FAMILIES = {
@@ -66,7 +68,24 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
         numerics = frozenset({"float", "fast"})
         table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
+    for family, names in triton.FAMILIES.items():  # behind all, so only where it is asked for, until it is measured
+        for name in names:
+            table[name] += _triton(family, name)
     return {name: tuple(rows) for name, rows in table.items()}
+
+
+def _triton(family: str, name: str) -> list[Implementation]:
+    """The Triton form of an operation, and behind it the one whose tiles do not follow the batch."""
+    reference = getattr(_FAMILIES[family], name)
+    forms = {name: name not in triton.BATCH_DEPENDENT}
+    if triton.BATCH_DEPENDENT.get(name):
+        forms[f"{name}_invariant"] = True
+    return [
+        Implementation(
+            name, "triton", _GPUS, frozenset({"fast"}), triton.operation(family, form, reference), triton.missing, safe
+        )
+        for form, safe in forms.items()
+    ]
 
 
 IMPLEMENTATIONS = _implementations()

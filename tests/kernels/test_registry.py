@@ -38,7 +38,9 @@ def test_every_operation_resolves_for_every_numerics_on_cpu(mode):
 def test_a_forced_backend_that_cannot_serve_is_refused_with_the_reason():
     with pytest.raises(KernelError, match="honours fast numerics, not reference"):
         resolve("reference", "cpu", {"moe_experts": "torch"})
-    with pytest.raises(KernelError, match="no backend 'triton'"):
+    with pytest.raises(KernelError, match="no backend 'tilelang'"):
+        resolve("fast", "cpu", {"rms_norm": "tilelang"})
+    with pytest.raises(KernelError, match="triton: runs on sm100, sm90, not on cpu"):
         resolve("fast", "cpu", {"rms_norm": "triton"})
     with pytest.raises(KeyError, match="unknown operations"):
         resolve("fast", "cpu", {"rms_nrom": "reference"})

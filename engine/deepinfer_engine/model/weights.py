@@ -228,7 +228,7 @@ def _attention(read: WeightReader, config: ModelConfig, plan: LayerPlan, at: str
         wkv=read.weight(f"{a}wkv", "fp8"),
         kv_norm=read.plain(f"{a}kv_norm.weight"),
         sink=read.plain(f"{a}attn_sink"),
-        wo_a=Weight(wo_a.dense.unflatten(0, (config.o_groups, -1)), wo_a.kind),
+        wo_a=wo_a.grouped(config.o_groups),
         wo_b=read.weight(f"{a}wo_b", "fp8"),
         compressor=compressor,
         indexer=indexer,

@@ -21,10 +21,33 @@ Kind = Literal["fp8", "fp4", "bf16", "f32"]
 
 @dataclass(frozen=True)
 class Weight:
-    """A prepared weight: ``dense`` [..., out, in] and the kind that says how its input is treated."""
+    """A prepared weight [..., out, in] and the kind that says how its input is treated.
 
-    dense: Tensor
+    ``data`` holds the matrix itself, or with a ``scale`` the bytes of the checkpoint: E4M3 with an E8M0 scale per
+    32 × 32 tile (fp8), two E2M1 per byte with one per 32 of a row (fp4).
+    """
+
+    data: Tensor
     kind: Kind
+    scale: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """The matrix; bf16, made anew at each use, where the bytes of the checkpoint are kept."""
+        if self.scale is None:
+            return self.data
+        if self.kind == "fp4":
+            return q.dequantise_mxfp4(self.data, self.scale).bfloat16()
+        return q.dequantise_fp8_tiles(self.data, self.scale).bfloat16()
+
+    def grouped(self, groups: int) -> Weight:
+        """[G · out, in] as [G, out, in], on the same memory."""
+        scale = self.scale
+        if scale is not None:
+            if self.data.shape[0] % (groups * 32) and self.kind == "fp8":
+                return Weight(self.dense.unflatten(0, (groups, -1)), self.kind)  # a tile lies across two groups
+            scale = scale.unflatten(0, (groups, -1))
+        return Weight(self.data.unflatten(0, (groups, -1)), self.kind, scale)
 
 
 def prepare_weight(num: Numerics, data: Tensor, scale: Tensor | None, kind: Kind) -> Weight:

@@ -152,12 +152,12 @@ def dequantise_q4n(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _expand_tiles(scale: Tensor, shape: torch.Size, block: int) -> Tensor:
-    full = e8m0_value(scale).repeat_interleave(block, 0).repeat_interleave(block, 1)
-    return full[: shape[0], : shape[1]]
+    full = e8m0_value(scale).repeat_interleave(block, -2).repeat_interleave(block, -1)
+    return full[..., : shape[-2], : shape[-1]]
 
 
 def dequantise_fp8_tiles(weight: Tensor, scale: Tensor, block: int = 32) -> Tensor:
-    """f32 [out, in] of an E4M3 weight with one E8M0 scale per block × block tile (ragged edges allowed)."""
+    """f32 [..., out, in] of an E4M3 weight, one E8M0 scale per block × block tile (ragged edges allowed)."""
     return e4m3_value(weight) * _expand_tiles(scale, weight.shape, block)
 
 

@@ -1,0 +1,63 @@
+"""What Triton computes, family by family, and whether it can here; imports no triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: family → its operations; a row has the same bits in any batch unless named in ``BATCH_DEPENDENT``
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "norm": ("rms_norm", "rope"),
+    "cache": ("pack_rows", "unpack_rows", "load_rows", "store_rows", "quantise_index_query"),
+    "linear": ("prepare_weight", "linear", "linear_grouped"),
+    "moe": ("gate_topk", "moe_experts", "shared_expert", "moe_combine"),
+}
+#: the tile of these follows the number of rows, and with it the order of their sums; those with True have a second
+#: form on one tile, named ``<operation>_invariant``
+BATCH_DEPENDENT = {
+    "linear": True,
+    "linear_grouped": True,
+    "gate_topk": False,
+    "moe_experts": True,
+    "shared_expert": True,
+}
+
+#: releases whose kernels were compiled and compared here
+OLDEST, NEWEST = (3, 6), (3, 9)
+
+
+def missing(cache: Path | None = None) -> str | None:
+    """What keeps Triton from running here, in one sentence with the next step; None when nothing does."""
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'deepinfer-cli[cuda]'"
+    version = importlib.metadata.version("triton")
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < NEWEST:
+        return f"triton {version} is not between 3.6 and 3.8: pip install 'deepinfer-cli[cuda]'"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return None
+
+
+def operation(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation ``name`` with the signature of its reference; its module is imported at the first call."""
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(reference)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(getattr(importlib.import_module(f"deepinfer_kernels.triton.{family}"), name))
+        return made[0](*args, **kwargs)
+
+    return call

@@ -1,0 +1,57 @@
+"""Triton kernels in the interpreter against the reference: values, bytes, decisions, independence of rows, refusals.
+
+They run in a process of their own, because Triton decides at its import whether kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton: pip install 'deepinfer-cli[cuda]'", allow_module_level=True)
+
+CASES = Path(__file__).with_name("triton_cases.py")
+
+
+def run(**environment: str) -> None:
+    """Every case, none of them skipped."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
+
+
+@pytest.mark.timeout(300)
+def test_every_kernel_agrees_with_the_reference_in_the_interpreter():
+    run(TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_every_kernel_agrees_with_the_reference_on_the_device():
+    run()
+
+
+def test_what_is_announced_is_what_the_modules_hold():
+    """The signatures too: the registry takes them from the reference, without importing triton."""
+    import importlib
+    import inspect
+
+    from deepinfer_kernels.registry import IMPLEMENTATIONS
+    from deepinfer_kernels.triton.families import BATCH_DEPENDENT, FAMILIES
+
+    for family, names in FAMILIES.items():
+        module = importlib.import_module(f"deepinfer_kernels.triton.{family}")
+        for name in names:
+            forms = [name, f"{name}_invariant"] if BATCH_DEPENDENT.get(name) else [name]
+            made = [i for i in IMPLEMENTATIONS[name] if i.backend == "triton"]
+            assert [i.fn.__name__ for i in made] == [name] * len(forms)
+            for form in forms:
+                assert inspect.signature(getattr(module, form)) == inspect.signature(made[0].fn), form

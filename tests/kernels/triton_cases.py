@@ -1,0 +1,310 @@
+"""Cases of test_triton.py: collected in a process of its own, interpreted on the CPU or on the CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.ops import OPS
+from deepinfer_kernels.reference import quantise
+from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.moe import ExpertBank
+from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops
+from deepinfer_kernels.triton import families, launch
+
+DEVICE = "cpu" if launch.INTERPRETED else "cuda"
+SIZES = (1, 2, 7, 64)
+OPERATIONS = [name for names in families.FAMILIES.values() for name in names]
+H, C, E, K, WIDTH, N, D = 160, 4, 12, 3, 96, 5, 64
+
+
+def _loops_over_tensors() -> None:
+    """The interpreter of Triton 3.6 turns loop bounds, arrays of one element, into integers in a way numpy refuses."""
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if launch.INTERPRETED:
+    _loops_over_tensors()
+
+
+def chosen(backend: str, *, invariant: bool = False) -> Ops:
+    """Every operation of one backend, others of the reference; without asking whether there is a device."""
+    picked = {}
+    for name, rows in IMPLEMENTATIONS.items():
+        mine = [i for i in rows if i.backend == backend and (i.batch_invariant or not invariant)]
+        picked[name] = mine[0] if mine else next(i for i in rows if i.backend == "reference")
+    return Ops(NUMERICS["fast"], DEVICE, picked)
+
+
+TRITON, REFERENCE, INVARIANT = chosen("triton"), chosen("reference"), chosen("triton", invariant=True)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that nobody writes holds NaN, or the largest integer, while this holds."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def bf(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def fp8(*shape: int) -> Weight:
+    """A weight in the bytes of the checkpoint, with tiles of very different scales."""
+    w = torch.randn(*shape) * shape[-1] ** -0.5
+    w = w * torch.exp2(torch.randint(-9, 3, (*shape[:-1], 1)).float())
+    parts = [quantise.quantise_fp8_tiles(part) for part in w.view(-1, *shape[-2:])]
+    data, scale = (torch.stack([p[i] for p in parts]) for i in (0, 1))
+    return Weight(data.view(shape), "fp8", scale.view(*shape[:-2], *scale.shape[1:]))
+
+
+def fp4(*shape: int) -> Weight:
+    w = torch.randn(*shape) * shape[-1] ** -0.5
+    data, scale = quantise.quantise_mxfp4(w)
+    return Weight(data, "fp4", scale)
+
+
+def rows_of(T: int, width: int) -> Tensor:
+    """Random rows, of magnitudes from 2^-40 to 2^20, the first one zero and the last one with equal values."""
+    x = bf(T, width) * torch.exp2(torch.randint(-40, 20, (T, 1)).float()).bfloat16()
+    if T > 2:
+        x[0], x[-1] = 0, 0.75
+    return x
+
+
+def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an operation for T rows; whatever belongs to rows comes first and has T rows."""
+    torch.manual_seed(T)
+    if name == "linear":
+        return (bf(T, H), fp8(100, H)), {}
+    if name == "linear_grouped":
+        return (bf(T, 2, 96), fp8(64, 96).grouped(2)), {}
+    if name == "rms_norm":
+        return (rows_of(T, 200), torch.rand(200).bfloat16(), 1e-20), {}
+    if name == "rope":
+        angle = torch.rand(T, 8) * 100
+        return (bf(T, N, D), angle.cos(), angle.sin()), {}
+    if name == "gate_topk":
+        choice = dict(k=K, normalise=True, scale=1.5, temperature=1.0)
+        return (bf(T, H), torch.randn(E, H) * 0.1, torch.rand(E)), choice
+    if name == "moe_experts":
+        counts = torch.bincount(torch.randint(0, E, (T * K,)), minlength=E)
+        bank = ExpertBank(fp4(E, WIDTH, H), fp4(E, WIDTH, H), fp4(E, H, WIDTH))
+        return (bf(T * K, H, scale=4), counts, bank, torch.rand(T * K), 2.0), {}
+    if name == "shared_expert":
+        return (bf(T, H, scale=4), fp8(WIDTH, H), fp8(WIDTH, H), fp8(H, WIDTH), 2.0), {}
+    if name == "moe_combine":
+        return (bf(T * K, H), torch.randperm(T * K), bf(T, H), K), {}
+    if name == "pack_rows":
+        return (rows_of(T, D), "window"), {}
+    if name == "unpack_rows":
+        return (quantise.pack_global(rows_of(T, D)), "global"), {}
+    if name == "load_rows":
+        return (quantise.pack_window(rows_of(50, D)), torch.randint(-1, 50, (T, 6)), "window"), {}
+    if name == "quantise_index_query":
+        return (rows_of(T * 4, 32).view(T, 4, 32),), {}
+    raise AssertionError(f"no inputs for {name}")
+
+
+def outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def on_device(value: Any) -> Any:
+    """The same arguments with tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, Weight):
+        return Weight(on_device(value.data), value.kind, None if value.scale is None else on_device(value.scale))
+    if isinstance(value, ExpertBank):
+        return ExpertBank(*(on_device(w) for w in (value.w1, value.w3, value.w2)))
+    return tuple(on_device(v) for v in value) if isinstance(value, tuple) else value
+
+
+def check(name: str, got: Any, expected: Any) -> None:
+    tolerance = OPS[name].tolerance
+    for a, b in zip(outputs(got), outputs(expected), strict=True):
+        a = a.cpu()
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if tolerance.exact and not (name == "gate_topk" and b.dtype == torch.float32):
+            assert torch.equal(a, b)
+            continue
+        real = b.float().isfinite()
+        assert torch.equal(a.float().isfinite(), real)
+        a, b = a[real].double(), b[real].double()
+        # weights of chosen experts are sums and square roots in f32; which ones are chosen is compared exactly
+        relative = 1e-6 if tolerance.exact else tolerance.relative
+        assert (a - b).norm() <= relative * b.norm(), f"{name}: {(a - b).norm() / b.norm():.2e}"
+
+
+def run(ops: Ops, name: str, args: tuple, kwargs: dict) -> Any:
+    with poisoned():
+        return getattr(ops, name)(*on_device(args), **kwargs)
+
+
+ROW_OPERATIONS = [n for n in OPERATIONS if n not in ("store_rows", "prepare_weight")]
+
+
+@pytest.mark.parametrize("T", SIZES)
+@pytest.mark.parametrize("name", ROW_OPERATIONS)
+def test_agrees_with_the_reference(name: str, T: int):
+    args, kwargs = make(name, T)
+    assert TRITON.chosen[name].backend == "triton"
+    expected = getattr(REFERENCE, name)(*args, **kwargs)
+    check(name, run(TRITON, name, args, kwargs), expected)
+    if TRITON.chosen[name] is not INVARIANT.chosen[name] and INVARIANT.chosen[name].backend == "triton":
+        check(name, run(INVARIANT, name, args, kwargs), expected)
+
+
+@pytest.mark.parametrize("name", [n for n in ROW_OPERATIONS if n not in ("moe_experts", "gate_topk")])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(name: str):
+    args, kwargs = make(name, 64)
+    args = on_device(args)
+    call = getattr(INVARIANT, name)
+    assert INVARIANT.chosen[name].backend == "triton"
+    whole = outputs(call(*args, **kwargs))
+    shared = {"moe_combine": (0, 1), "load_rows": (0,), "attend_cached": (1,)}.get(name, ())
+    for start, stop in ((0, 1), (5, 6), (3, 5), (10, 27), (0, 63)):
+        part = [
+            a[start:stop] if isinstance(a, Tensor) and a.shape[:1] == (64,) and i not in shared else a
+            for i, a in enumerate(args)
+        ]
+        if name == "moe_combine":
+            part[1] = args[1][start * K : stop * K]
+            part[0] = args[0][part[1]]
+            part[1] = torch.arange((stop - start) * K, device=DEVICE)
+        for a, b in zip(outputs(call(*part, **kwargs)), whole, strict=True):
+            assert torch.equal(a, b[start:stop]), f"rows {start}..{stop}"
+
+
+def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot():
+    (x, _, bank, w, limit), _ = on_device(make("moe_experts", 64)[0]), None
+    all_in_one = torch.zeros(E, dtype=torch.int64, device=DEVICE)
+    all_in_one[7] = len(x)
+    whole = INVARIANT.moe_experts(x, all_in_one, bank, w, limit)
+    for start, stop in ((0, 1), (100, 103), (60, 79)):
+        counts = torch.zeros_like(all_in_one)
+        counts[7] = stop - start
+        assert torch.equal(INVARIANT.moe_experts(x[start:stop], counts, bank, w[start:stop], limit), whole[start:stop])
+
+
+@pytest.mark.parametrize("kind", ["window", "global", "index"])
+def test_records_have_the_bytes_of_the_reference_and_read_back_exactly(kind: str):
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()]
+    torch.manual_seed(0)
+    x = torch.cat((finite, finite[torch.randperm(len(finite))], rows_of(200, D).flatten()))
+    x = x[: len(x) // D * D].view(-1, D)
+    stored = run(TRITON, "pack_rows", (x, kind), {})
+    expected = REFERENCE.pack_rows(x, kind)
+    assert torch.equal(stored.cpu(), expected)
+    values = run(TRITON, "unpack_rows", (expected, kind), {})
+    assert torch.equal(values.cpu().view(torch.int16), REFERENCE.unpack_rows(expected, kind).view(torch.int16))
+    slots = torch.tensor([[3, -1], [0, len(x) - 1]])
+    loaded = run(TRITON, "load_rows", (expected, slots, kind), {})
+    assert torch.equal(loaded.cpu().view(torch.int16), values.cpu()[slots.clamp(min=0)].view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", ["window", "global", "index"])
+def test_every_stored_byte_reads_as_the_reference_does(kind: str):
+    torch.manual_seed(1)
+    stored = torch.randint(0, 256, (4000, {"window": 66, "global": 36, "index": 34}[kind]), dtype=torch.uint8)
+    got, expected = run(TRITON, "unpack_rows", (stored, kind), {}).cpu(), REFERENCE.unpack_rows(stored, kind)
+    assert torch.equal(got.isnan(), expected.isnan()) and bool(expected.isnan().any())
+    real = ~expected.isnan()
+    assert torch.equal(got[real].view(torch.int16), expected[real].view(torch.int16))
+
+
+def test_rows_are_stored_where_they_belong():
+    torch.manual_seed(2)
+    for width in (33, 64, 3):
+        packed = quantise.pack_window(rows_of(20, 32 * 2))[:, :width].contiguous()
+        slots = 1 + torch.randperm(99)[:20]
+        slots[4] = -1
+        store = torch.zeros(100, width, dtype=torch.uint8)
+        mine = store.to(DEVICE)
+        TRITON.store_rows(mine, slots.to(DEVICE), packed.to(DEVICE))
+        REFERENCE.store_rows(store, slots, packed)
+        assert torch.equal(mine.cpu(), store)
+    pairs = torch.zeros(5, 2, 3, device=DEVICE)
+    TRITON.store_rows(pairs, torch.tensor([4, 2], device=DEVICE), torch.ones(2, 2, 3, device=DEVICE))
+    assert pairs.sum((1, 2)).tolist() == [0, 0, 6, 0, 6]
+
+
+def test_equal_scores_go_to_the_lowest_expert():
+    torch.manual_seed(2)
+    x = torch.randint(-2, 3, (64, 8)).bfloat16()  # products and sums of small integers are exact in any order
+    router = torch.randint(-1, 2, (16, 8)).float()
+    for bias in (torch.zeros(16), torch.randint(0, 2, (64, 16)).float()):
+        choice = dict(k=6, normalise=False, scale=1.0, temperature=1.0)
+        got = run(TRITON, "gate_topk", (x, router, bias), choice)[0]
+        assert torch.equal(got.cpu(), REFERENCE.gate_topk(x, router, bias, **choice)[0])
+
+
+def test_packed_weights_are_what_any_operation_reads_as_a_matrix():
+    torch.manual_seed(3)
+    data, scale = quantise.quantise_fp8_tiles(torch.randn(100, 96))
+    packed, plain = (o.prepare_weight(data.view(torch.float8_e4m3fn), scale, "fp8") for o in (TRITON, REFERENCE))
+    assert packed.scale is not None and torch.equal(packed.dense, plain.dense)
+    data, scale = quantise.quantise_mxfp4(torch.randn(3, 40, 64))
+    packed, plain = (o.prepare_weight(data.view(torch.int8), scale, "fp4") for o in (TRITON, REFERENCE))
+    assert packed.scale is not None and torch.equal(packed.dense, plain.dense)
+    for out in (64, 48):  # a tile lies across the groups of the second
+        weight = fp8(out, 96)
+        groups = weight.grouped(2)
+        assert (groups.scale is None) == (out == 48)
+        assert torch.equal(groups.dense, weight.dense.unflatten(0, (2, -1)))
+        x = bf(7, 2, 96)
+        check("linear_grouped", run(TRITON, "linear_grouped", (x, groups), {}), REFERENCE.linear_grouped(x, groups))
+
+
+def test_other_layouts_and_kinds():
+    torch.manual_seed(4)
+    x = bf(96, 7).T  # not contiguous
+    f = Weight(torch.randn(20, 96), "f32")
+    got, expected = run(TRITON, "linear", (x, f), {}), REFERENCE.linear(x, f)
+    assert got.dtype == torch.float32 and (got.cpu() - expected).norm() < 1e-6 * expected.norm()
+    for weight in (Weight(bf(16, 64), "bf16"), fp8(33, 64), fp4(16, 64)):
+        cube = bf(2, 3, 64)
+        check("linear", run(TRITON, "linear", (cube, weight), {}), REFERENCE.linear(cube, weight))
+    assert run(TRITON, "linear", (bf(0, 64), fp8(16, 64)), {}).shape == (0, 16)
+    y, cos, sin = bf(4, 64), torch.rand(4, 8), torch.rand(4, 8)
+    check("rope", run(TRITON, "rope", (y, cos, sin, True), {}), REFERENCE.rope(y, cos, sin, True))
+    wide = torch.rand(96)
+    check("rms_norm", run(TRITON, "rms_norm", (x, wide, 1e-6), {}), REFERENCE.rms_norm(x, wide, 1e-6))
+    plain = ExpertBank(*(Weight(w.dense, "fp4") for w in (fp4(E, WIDTH, H), fp4(E, WIDTH, H), fp4(E, H, WIDTH))))
+    (rows, counts, _, w, limit), _ = make("moe_experts", 7)
+    got = run(TRITON, "moe_experts", (rows, counts, plain, w, limit), {})
+    check("moe_experts", got, REFERENCE.moe_experts(rows, counts, plain, w, limit))
+
+
+def test_wrong_shapes_and_types_are_refused():
+    with pytest.raises(ValueError, match="float32"):
+        TRITON.linear(torch.randn(2, 32), fp8(8, 32))
+    with pytest.raises(ValueError, match=r"input \(2, 16\)"):
+        TRITON.linear(bf(2, 16), fp8(8, 32))
+    with pytest.raises(ValueError, match="multiple of 32"):
+        TRITON.pack_rows(bf(2, 40), "window")
+    with pytest.raises(TypeError, match="int64"):
+        TRITON.load_rows(torch.zeros(9, 33, dtype=torch.uint8), torch.tensor([1], dtype=torch.int32), "window")
+    (x, counts, bank, w, limit), _ = make("moe_experts", 2)
+    with pytest.raises(ValueError, match="12 slots"):
+        TRITON.moe_experts(x, counts[:-1], bank, w, limit)
