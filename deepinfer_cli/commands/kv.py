@@ -108,32 +108,35 @@ def stat(
 @app.command("verify", context_settings=_CONTEXT)
 def verify(
     path: _Path = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete blocks that are wrong or cannot be read.")] = False,
     profile: options.Profile = "cpu-nano",
     set_: options.Set = None,
     format: options.Format = OutputFormat.table,
     out: options.Out = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Read every block and compare every checksum; exit 6 when one is wrong.
+    """Read every block and compare every checksum; exit 6 when one is wrong and not deleted.
 
-    Wrong blocks are dropped: to a request they are misses.
+    To a request a wrong block is a miss, whether it is deleted or not.
 
     \b
     Examples:
       deepinfer kv verify --path kv/
+      deepinfer kv verify --path kv/ --repair
     """
     options.accept(format, *_FORMATS, verb="kv verify")
     store = _open(path, profile, set_)
     checked, bad = 0, []
-    for record in store.check():
+    for record in store.check(repair=repair):
         checked += 1
         if record.problem:
             bad.append((record.file, record.offset, record.problem))
     store.close()
     render.deliver(render.rows_text(format, "kv-verify", ("file", "offset", "problem"), bad), out)
-    if bad:
-        raise CheckFailed(f"{len(bad)} of {checked} blocks are wrong and were dropped")
-    render.note(f"{checked} blocks are right", quiet=quiet)
+    if bad and not repair:
+        raise CheckFailed(f"{len(bad)} of {checked} blocks are wrong", hint="--repair deletes them")
+    said = f"{len(bad)} of {checked} blocks were wrong and are deleted" if bad else f"{checked} blocks are right"
+    render.note(said, quiet=quiet)
 
 
 @app.command("gc", context_settings=_CONTEXT)

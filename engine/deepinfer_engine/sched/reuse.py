@@ -296,6 +296,8 @@ class Reuse:
                 self._spilling.discard(key)
                 self.tiers.host.drop(key)
                 self.tiers.windows.drop(key)
+            if self._behind is not None and seq.keys:
+                self._behind.remove(tuple(seq.keys))
         device.release([b - base for b in seq.block_ids])
         seq.block_ids = []
         seq.published = 0

@@ -31,13 +31,13 @@ class Broken:
 
     def flush(self) -> None: ...
 
-    def put(self, key, payload, traffic) -> bool:
+    def put_many(self, items, traffic) -> int:
         self.puts += 1
         if self.gate is not None:
             self.gate.wait(20)
         if self.error is not None:
             raise self.error
-        return True
+        return len(items)
 
 
 @pytest.mark.parametrize(
@@ -49,20 +49,38 @@ def test_any_error_of_the_store_ends_writing_and_nothing_else(error):
     for n in range(3 * DEPTH):  # more than the queue holds: a dead thread would leave it full
         behind.put(key_of(n), PAYLOAD)
     assert behind.close(20)
-    assert behind.failed is error and store.puts == 1 and behind.dropped == 3 * DEPTH
+    assert behind.failed is error and store.puts <= len(behind._threads) and behind.dropped == 3 * DEPTH
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs():
     gate = threading.Event()
     behind = WriteBehind(Broken(gate=gate))  # pyright: ignore[reportArgumentType]
-    for n in range(DEPTH + 8):
+    for n in range(DEPTH + 32):  # what both threads hold, and a full queue
         behind.put(key_of(n), PAYLOAD)
     began = time.monotonic()
     assert not behind.close(0.2)
     assert time.monotonic() - began < 5
     assert isinstance(behind.failed, TimeoutError) and behind.dropped >= DEPTH
     gate.set()
-    behind._thread.join(0.1)
+    for thread in behind._threads:
+        thread.join(0.1)
+
+
+@pytest.mark.parametrize("backend", ["segment", "posix"])
+def test_everything_that_was_queued_is_there_after_closing_but_what_proved_wrong(backend, tmp_path):
+    store = open_store(StoreOptions(tmp_path / "kv", namespace=b"n" * 32), backend)
+    store.put(key_of(900), PAYLOAD)
+    behind = WriteBehind(store)
+    behind.remove([key_of(900), key_of(901)])
+    for n in range(100):
+        behind.put(key_of(n), PAYLOAD)
+    assert behind.close(20) and behind.dropped == 0 and behind.failed is None
+    assert store.match([key_of(n) for n in range(100)]) == 100
+    assert store.get([key_of(900)]) == [None]
+    store.close()
+    again = open_store(StoreOptions(tmp_path / "kv", namespace=b"n" * 32), backend)
+    assert again.stats().blocks == 100 and again.match([key_of(900)]) == 0
+    again.close()
 
 
 def test_files_that_another_engine_collects_meanwhile_are_not_there(tmp_path, monkeypatch):

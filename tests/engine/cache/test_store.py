@@ -167,7 +167,7 @@ def test_a_flipped_bit_is_a_miss_wherever_it_is(backend, tmp_path):
         store.close()
 
 
-def test_check_reports_each_wrong_record_once(backend, tmp_path):
+def test_check_reports_wrong_records_and_deletes_them_when_asked(backend, tmp_path):
     store = open_store(options(tmp_path), backend)
     for n in range(5):
         store.put(key_of(n), payload_of(n))
@@ -177,8 +177,106 @@ def test_check_reports_each_wrong_record_once(backend, tmp_path):
         file.seek(PAGE + 7)
         file.write(b"\xff\xff\xff")
     store = open_store(options(tmp_path), backend)
-    assert sorted(c.problem for c in store.check()) == [""] * 4 + ["payload CRC differs"]
+    for repair in (False, False, True):
+        assert sorted(c.problem for c in store.check(repair=repair)) == [""] * 4 + ["payload CRC differs"]
     assert [c.problem for c in store.check()] == [""] * 4
+    assert sum(p is None for p in store.get([key_of(n) for n in range(5)])) == 1 and store.stats().corrupt == 0
+    store.close()
+
+
+def test_unreadable_records_are_deleted_when_asked(backend, tmp_path, monkeypatch):
+    store = open_store(options(tmp_path), backend)
+    for n in range(3):
+        store.put(key_of(n), payload_of(n))
+    real, bad = os.preadv, iter([False, True, False])
+
+    def failing(fd, buffers, offset):
+        if next(bad):
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert sorted(c.problem for c in store.check(repair=True)) == ["", "", "read failed: Input/output error"]
+    monkeypatch.undo()
+    assert sum(p is None for p in store.get([key_of(n) for n in range(3)])) == 1
+    store.close()
+
+
+def test_removed_blocks_stay_gone_when_the_index_is_lost(backend, tmp_path):
+    store = open_store(options(tmp_path), backend)
+    for n in range(6):
+        store.put(key_of(n), payload_of(n))
+    assert store.remove([key_of(1), key_of(4), key_of(77)]) == 2
+    expected = [None if n in (1, 4) else payload_of(n) for n in range(6)]
+    assert store.get([key_of(n) for n in range(6)]) == expected
+    assert store.match([key_of(n) for n in range(6)]) == 1
+    store.close()
+    for name in ("index.db", "index.db-wal", "index.db-shm"):
+        (tmp_path / "kv" / name).unlink(missing_ok=True)
+    store = open_store(options(tmp_path), backend)
+    assert store.get([key_of(n) for n in range(6)]) == expected
+    assert store.put(key_of(1), payload_of(1)) and store.get([key_of(1)]) == [payload_of(1)]
+    store.close()
+
+
+def test_puts_in_one_call_are_puts_one_by_one(backend, tmp_path):
+    clock = Clock()
+    store = open_store(options(tmp_path), backend, clock)
+    assert store.put(key_of(3), payload_of(3))
+    items = [(key_of(n), payload_of(n, 64 * (1 + n % 3 * 70))) for n in range(30)]
+    items[3] = (key_of(3), payload_of(3))
+    assert store.put_many([*items, items[7]]) == 29, "one was there, one comes twice"
+    assert store.get([key for key, _ in items]) == [payload for _, payload in items]
+    assert store.put_many(items) == 0
+    assert [c.problem for c in store.check()] == [""] * 30
+    store.close()
+    again = open_store(options(tmp_path), backend, clock)
+    assert again.get([key for key, _ in items]) == [payload for _, payload in items]
+    again.close()
+
+
+def test_a_call_of_many_blocks_goes_on_in_the_next_segment(tmp_path, monkeypatch):
+    from deepinfer_engine.cache.store import segment
+
+    monkeypatch.setattr(segment, "_SEGMENT_SLOTS", 5)
+    store = open_store(options(tmp_path), "segment")
+    assert store.put_many([(key_of(n), payload_of(n)) for n in range(23)]) == 23
+    assert store.get([key_of(n) for n in range(23)]) == [payload_of(n) for n in range(23)]
+    assert store.stats().files == 5
+    store.close()
+
+
+SECTIONS = ((2, 5000), (5, 120), (7, 9000))
+
+
+def test_sections_arrive_in_the_order_of_layers_and_prove_themselves(backend, tmp_path):
+    """Bits flipped at random: what a section hands out is right, and a block that fails once is gone from then on."""
+    rng, size = random.Random(5), sum(bytes_ for _, bytes_ in SECTIONS)
+    payloads = [Payload(rng.randbytes(size), replayed=n % 3 == 0) for n in range(24)]
+    keys = [key_of(n) for n in range(25)]
+    cuts = (0, 5000, 5120, 14120)
+    with_sections = options(tmp_path, sections=SECTIONS)
+    store = open_store(with_sections, backend)
+    store.put_many(list(zip(keys, payloads, strict=False)))
+    store.close()
+    files = sorted(p for p in (tmp_path / "kv").rglob("*") if p.suffix in (".seg", ".kv"))
+    for _ in range(12):
+        damage(rng.choice(files), rng, whole=24 * record_bytes(size) if backend == "segment" else PAGE + size)
+    store = open_store(with_sections, backend)
+    got: list[list[Payload | None]] = []
+    store.get_sections(keys, lambda index, found: got.append(found) if index == len(got) else None)
+    assert len(got) == 3 and [g[24] for g in got] == [None] * 3
+    for index, found in enumerate(got):
+        for n, payload in enumerate(payloads):
+            if found[n] is not None:
+                assert found[n] == Payload(payload.data[cuts[index] : cuts[index + 1]], payload.replayed)
+            if index and got[index - 1][n] is None:
+                assert found[n] is None
+    bad = sum(payload is None for payload in got[2][:24])
+    assert 0 < bad < 24 and (store.stats().hits, store.stats().misses) == (24 - bad, bad + 1)
+    whole = store.get(keys[:24])
+    assert all(w in (None, p) for w, p in zip(whole, payloads, strict=True))
+    assert [w is None for w in whole] == [p is None for p in got[2][:24]], "sections miss no bad byte of the payload"
     store.close()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 
 from deepinfer_engine.cache.prefix import Key
 from deepinfer_engine.cache.store.interface import BlockStore, TrafficClass
@@ -12,6 +15,10 @@ from deepinfer_engine.cache.tiers import Payload
 
 #: blocks waiting to be written; 1024 of the release are 111 MiB, the prompt of 131072 tokens that arrives at once
 DEPTH = 1024
+#: threads that write: while one waits for the disk the other prepares its records
+_LANES = 2
+#: blocks of one write
+_GROUP = 8
 #: puts between two collections: the capacity is kept to within this many blocks
 _COLLECT_EVERY = 1024
 #: seconds that ``close`` waits for the store; a mount that hangs is left to its thread
@@ -19,7 +26,7 @@ _CLOSE_S = 60.0
 
 
 class WriteBehind:
-    """One thread that puts blocks, and collects what expired or is above the capacity.
+    """Threads that put blocks, and collect what expired or is above the capacity.
 
     ``dropped`` counts writes given up because the queue was full or the store had failed. ``failed`` is the complaint
     that ended writing (a full disk, a locked index); what is read stays available.
@@ -30,45 +37,82 @@ class WriteBehind:
         self.failed: Exception | None = None
         self._store = store
         self._traffic: TrafficClass = traffic
+        self._lock = threading.Lock()
+        self._puts = 0
+        self._wrong: deque[Sequence[Key]] = deque()
         self._queue: queue.Queue[tuple[Key, Payload] | None] = queue.Queue(DEPTH)
-        self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="kv-write", daemon=True) for _ in range(_LANES)]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, key: Key, payload: Payload) -> None:
         """Queue a block, or drop it."""
         try:
             self._queue.put_nowait((key, payload))
         except queue.Full:
-            self.dropped += 1
+            self._drop(1)
+
+    def remove(self, keys: Sequence[Key]) -> None:
+        """Have blocks deleted that proved wrong, before anything else that is queued from here on."""
+        self._wrong.append(keys)
+        with contextlib.suppress(queue.Full):  # then they are awake
+            self._queue.put_nowait((b"", Payload(b"")))
+
+    def _drop(self, count: int) -> None:
+        with self._lock:
+            self.dropped += count
 
     def _run(self) -> None:
-        puts = 0
-        while (item := self._queue.get()) is not None:
-            if self.failed is not None:
-                self.dropped += 1
-                continue
-            try:
-                if puts % _COLLECT_EVERY == 0:
-                    self._store.collect(time.time())
-                puts += 1
-                self._store.put(*item, self._traffic)
-                if self._queue.empty():
-                    self._store.flush()
-            except Exception as exc:  # the boundary of a thread: nobody else hears of it, and the queue must drain
-                self.failed = exc
-                self.dropped += 1
+        ended = False
+        while not ended:
+            items: list[tuple[Key, Payload]] = []
+            item = self._queue.get()
+            while item is not None:
+                if item[0]:
+                    items.append(item)
+                if len(items) == _GROUP or self._queue.empty():
+                    break
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:  # the other thread was quicker
+                    break
+            ended = item is None
+            self._serve(items)
+
+    def _serve(self, items: list[tuple[Key, Payload]]) -> None:
+        with self._lock:
+            due, self._puts = self._puts % _COLLECT_EVERY, self._puts + len(items)
+            failed = self.failed
+        if failed is not None:
+            self._drop(len(items))
+            return
+        try:
+            while self._wrong:
+                self._store.remove(self._wrong.popleft())
+            if items and (due == 0 or due + len(items) > _COLLECT_EVERY):
+                self._store.collect(time.time())
+            if items:
+                self._store.put_many(items, self._traffic)
+            if self._queue.empty():
+                self._store.flush()
+        except Exception as exc:  # the boundary of a thread: nobody else hears of it, and the queue must drain
+            with self._lock:
+                self.failed = self.failed or exc
+            self._drop(len(items))
 
     def close(self, wait_s: float = _CLOSE_S) -> bool:
         """Write what is queued and end; False when the store did not come back within ``wait_s``."""
         until = time.monotonic() + wait_s
         try:
-            self._queue.put(None, timeout=wait_s)
+            for _ in self._threads:
+                self._queue.put(None, timeout=max(0.0, until - time.monotonic()))
         except queue.Full:
             pass
         else:
-            self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            self.dropped += self._queue.qsize()
+            for thread in self._threads:
+                thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            self._drop(self._queue.qsize())
             self.failed = self.failed or TimeoutError(f"the store did not answer within {wait_s:.0f} s")
             return False
         return True

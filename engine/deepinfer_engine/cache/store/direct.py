@@ -32,8 +32,8 @@ class Buffers(threading.local):
     def __init__(self) -> None:
         self._buffer: mmap.mmap | None = None
 
-    def get(self, size: int) -> mmap.mmap:
-        """A buffer of at least ``size`` bytes; valid until this thread asks again."""
+    def get(self, size: int) -> memoryview:
+        """A buffer of ``size`` bytes; valid until this thread asks again."""
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = mmap.mmap(-1, size)
-        return self._buffer
+        return memoryview(self._buffer)[:size]

@@ -88,8 +88,24 @@ class BlockStore(Protocol):
         """Keep a block; False when it is there already. It is acknowledged when this returns."""
         ...
 
+    def put_many(self, items: Sequence[tuple[Key, Payload]], traffic: TrafficClass = "chat") -> int:
+        """Keep blocks, several in one write; how many were not there yet. All are acknowledged when this returns."""
+        ...
+
     def get(self, keys: Sequence[Key]) -> list[Payload | None]:
         """Payloads in order, None for misses."""
+        ...
+
+    def get_sections(self, keys: Sequence[Key], arrived: Callable[[int, list[Payload | None]], None]) -> None:
+        """Read the first section of every block, then the second, and so on: the order in which layers need them.
+
+        ``arrived(i, payloads)`` gets section ``i`` alone of each block, None for misses; a block that misses once
+        misses in all later sections. Without ``StoreOptions.sections`` a payload is one section.
+        """
+        ...
+
+    def remove(self, keys: Sequence[Key]) -> int:
+        """Delete blocks, for good: no scan finds them again. How many were there."""
         ...
 
     def flush(self) -> None:
@@ -100,8 +116,8 @@ class BlockStore(Protocol):
         """Remove what has expired, then the oldest above the capacity."""
         ...
 
-    def check(self) -> Iterator[Checked]:
-        """Read every record and compare every checksum."""
+    def check(self, *, repair: bool = False) -> Iterator[Checked]:
+        """Read every record and compare every checksum. ``repair`` deletes those that are wrong or cannot be read."""
         ...
 
     def stats(self) -> StoreStats: ...

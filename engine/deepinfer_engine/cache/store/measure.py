@@ -1,8 +1,9 @@
 """Speed of a store on a disk beside plain unbuffered I/O of the same size and depth, in interleaved rounds.
 
-A round is: plain writes, puts, plain random reads, random gets, all through the same number of threads. Plain writes
-go to a preallocated file that was never written, as a log's do (``fresh``), and over a written one (``rewrite``), which
-is the best the file system can do and what no store of new blocks does.
+A round is: plain writes, puts, plain random reads, random gets, with the same number of blocks in flight: one per
+thread, but puts as the engine hands them over, in batches through two threads. Plain writes go to a preallocated file
+that was never written, as a log's do (``fresh``), and over a written one (``rewrite``), which is the best the file
+system can do and what no store of new blocks does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepinfer_engine.cache.store.direct import Buffers, open_direct, write_all
 from deepinfer_engine.cache.store.interface import StoreOptions, open_store
@@ -81,13 +83,13 @@ def _measure(
     def writer(fd: int) -> Callable[[int], None]:
         def write(i: int) -> None:
             buffer = buffers.get(BLOCK_BYTES)
-            buffer[:BLOCK_BYTES] = data[i % 16]
-            write_all(fd, memoryview(buffer)[:BLOCK_BYTES], i % blocks * BLOCK_BYTES)
+            buffer[:] = data[i % 16]
+            write_all(fd, buffer, i % blocks * BLOCK_BYTES)
 
         return write
 
-    def put(i: int) -> None:
-        store.put(key_of(i), Payload(data[i % 16]))
+    def put(batch: range) -> None:
+        store.put_many([(key_of(i), Payload(data[i % 16])) for i in batch])
 
     def get(i: int) -> None:
         payload = store.get([key_of(i)])[0]
@@ -105,17 +107,17 @@ def _measure(
                 os.posix_fallocate(fd, 0, blocks * BLOCK_BYTES)
 
                 def read(i: int, fd: int = fd) -> None:
-                    os.preadv(fd, [memoryview(buffers.get(BLOCK_BYTES))[:BLOCK_BYTES]], i % blocks * BLOCK_BYTES)
+                    os.preadv(fd, [buffers.get(BLOCK_BYTES)], i % blocks * BLOCK_BYTES)
 
                 write = writer(fd)
-                for name, act, todo in (
-                    ("fresh", write, items),
-                    ("put", put, items),
-                    ("read", read, order),
-                    ("get", get, order),
-                    ("rewrite", write, items),
-                ):
-                    seconds[name].append(_timed(pool, depth, act, todo))
+                lanes = min(2, depth)
+                batch = depth // lanes
+                batches = [range(i, min(i + batch, items[-1] + 1)) for i in items[::batch]]
+                seconds["fresh"].append(_timed(pool, depth, write, items))
+                seconds["put"].append(_timed(pool, lanes, put, batches))
+                seconds["read"].append(_timed(pool, depth, read, order))
+                seconds["get"].append(_timed(pool, depth, get, order))
+                seconds["rewrite"].append(_timed(pool, depth, write, items))
                 os.close(fd)
                 (base / f"plain-{turn}").unlink()
                 progress(turn + 1, rounds)
@@ -126,7 +128,7 @@ def _measure(
     return Speeds(direct=direct, **speeds)
 
 
-def _timed(pool: ThreadPoolExecutor, depth: int, act: Callable[[int], None], items: list[int]) -> float:
+def _timed(pool: ThreadPoolExecutor, depth: int, act: Callable[[Any], None], items: Sequence[Any]) -> float:
     def lane(first: int) -> None:
         for i in items[first::depth]:
             act(i)

@@ -16,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from deepinfer_engine.cache.prefix import Key
 from deepinfer_engine.cache.store.direct import Buffers, open_direct, write_all
@@ -28,10 +30,21 @@ from deepinfer_engine.cache.store.interface import (
     TrafficClass,
     claim_folder,
 )
-from deepinfer_engine.cache.store.record import PAGE, BadRecord, Header, decode, decode_header, encode, record_bytes
+from deepinfer_engine.cache.store.record import (
+    PAGE,
+    BadRecord,
+    Header,
+    decode,
+    decode_header,
+    decode_section,
+    encode,
+    record_bytes,
+    section_pages,
+)
 from deepinfer_engine.cache.tiers import Payload
 from deepinfer_engine.errors import CapacityError, UsageError
 
+_T = TypeVar("_T")
 _READERS = 8
 _LOW_WATER = 0.9
 #: a temporary file this old was left by a process that died
@@ -99,8 +112,7 @@ class PosixStore:
             with self._lock:
                 self._stats.already += 1
             return False
-        size = record_bytes(len(payload.data))
-        buffer = self._buffers.get(size)
+        buffer = self._buffers.get(record_bytes(len(payload.data)))
         encode(
             buffer,
             key,
@@ -115,7 +127,7 @@ class PosixStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd, self._stats.direct = open_direct(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                write_all(fd, memoryview(buffer)[:size], 0)
+                write_all(fd, buffer, 0)
                 os.utime(fd, (now, now))
             finally:
                 os.close(fd)
@@ -127,24 +139,55 @@ class PosixStore:
             self._stats.puts += 1
         return True
 
+    def put_many(self, items: Sequence[tuple[Key, Payload]], traffic: TrafficClass = "chat") -> int:
+        """See ``BlockStore``; one file after the other."""
+        return sum(self.put(key, payload, traffic) for key, payload in items)
+
     def get(self, keys: Sequence[Key]) -> list[Payload | None]:
         """See ``BlockStore``; up to eight reads are in flight."""
-        if len(keys) <= 1:
-            out = [self._get_one(key) for key in keys]
-        else:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
-            out = list(self._pool.map(self._get_one, keys))
-        hits = sum(payload is not None for payload in out)
-        with self._lock:
-            self._stats.hits += hits
-            self._stats.misses += len(keys) - hits
+        found = self._spread(lambda i: self._get_one(keys[i], self._read), len(keys))
+        out = [None if f is None else f[1] for f in found]
+        self._count(sum(payload is not None for payload in out), len(keys))
         return out
 
-    def _get_one(self, key: Key) -> Payload | None:
+    def get_sections(self, keys: Sequence[Key], arrived: Callable[[int, list[Payload | None]], None]) -> None:
+        """See ``BlockStore``; up to eight reads are in flight."""
+        sections = self.options.sections
+        if len(sections) < 2:
+            arrived(0, self.get(keys))
+            return
+        found: list[tuple[Header, Payload, float] | None] = []
+        for index in range(len(sections)):
+
+            def read(i: int, index: int = index, before: list = found) -> tuple[Header, Payload, float] | None:
+                if index and before[i] is None:
+                    return None
+                return self._get_one(keys[i], partial(self._read_section, index, before[i][0] if index else None))
+
+            found = self._spread(read, len(keys))
+            arrived(index, [None if f is None else f[1] for f in found])
+        self._count(sum(f is not None for f in found), len(keys))
+
+    def _spread(self, read: Callable[[int], _T], count: int) -> list[_T]:
+        """``read(i)`` for every i below ``count``, through up to eight threads."""
+        if count <= 1:
+            return [read(i) for i in range(count)]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+        return list(self._pool.map(read, range(count)))
+
+    def _count(self, hits: int, asked: int) -> None:
+        with self._lock:
+            self._stats.hits += hits
+            self._stats.misses += asked - hits
+
+    def _get_one(
+        self, key: Key, read: Callable[[Path, Key], tuple[Header, Payload, float]]
+    ) -> tuple[Header, Payload, float] | None:
+        """What ``read`` finds (header, payload, last use), its lifetime renewed where half of it is over."""
         path, now = self._path(key), self._clock()
         try:
-            header, payload, used = self._read(path, key)
+            found = header, _, used = read(path, key)
         except FileNotFoundError:
             return None
         except OSError:
@@ -165,22 +208,34 @@ class PosixStore:
             try:
                 os.utime(path, (now, now))
             except FileNotFoundError:
-                return payload  # removed meanwhile; what was read is still right
+                return found  # removed meanwhile; what was read is still right
             except OSError:
                 self._unreadable()
-                return payload
+                return found
             with self._lock:
                 self._stats.renewed += 1
-        return payload
+        return found
 
     def _read(self, path: Path, key: Key) -> tuple[Header, Payload, float]:
         fd, self._stats.direct = open_direct(path, os.O_RDONLY)
         try:
             status = os.fstat(fd)
             size = -(-status.st_size // PAGE) * PAGE
-            view = memoryview(self._buffers.get(max(size, PAGE)))[:size]
+            view = self._buffers.get(max(size, PAGE))[:size]
             got = os.preadv(fd, [view], 0) if size else 0
             return (*decode(view[:got], key), status.st_mtime)
+        finally:
+            os.close(fd)
+
+    def _read_section(self, index: int, header: Header | None, path: Path, key: Key) -> tuple[Header, Payload, float]:
+        begin, size = section_pages(self.options.sections, index)
+        fd, self._stats.direct = open_direct(path, os.O_RDONLY)
+        try:
+            view = self._buffers.get(size)
+            pages = view[: os.preadv(fd, [view], begin)]
+            header = header or decode_header(pages[:PAGE], key)
+            payload = Payload(decode_section(pages, header, index), header.replayed)
+            return header, payload, os.fstat(fd).st_mtime
         finally:
             os.close(fd)
 
@@ -233,8 +288,8 @@ class PosixStore:
                 return 0
         return header.expiry - header.created
 
-    def check(self) -> Iterator[Checked]:
-        """Read every file; a wrong one is reported and removed, one that cannot be read is reported."""
+    def check(self, *, repair: bool = False) -> Iterator[Checked]:
+        """See ``BlockStore``: every file."""
         for path in self._files():
             problem = ""
             try:
@@ -243,10 +298,24 @@ class PosixStore:
                 continue
             except (BadRecord, ValueError) as exc:
                 problem = str(exc)
-                path.unlink(missing_ok=True)
             except OSError as exc:
                 problem = f"read failed: {exc.strerror}"
+            if problem and repair:
+                path.unlink(missing_ok=True)
             yield Checked(str(path.relative_to(self.options.path)), 0, problem)
+
+    def remove(self, keys: Sequence[Key]) -> int:
+        """See ``BlockStore``."""
+        removed = 0
+        for path in map(self._path, keys):
+            try:
+                path.unlink()
+                removed += 1
+            except FileNotFoundError:
+                pass
+            except OSError:
+                self._unreadable()
+        return removed
 
     def stats(self) -> StoreStats:
         """See ``BlockStore``; walks all files."""

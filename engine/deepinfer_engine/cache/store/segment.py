@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import calendar
 import fcntl
+import mmap
 import os
 import re
 import secrets
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import cast
 
 from deepinfer_engine.cache.prefix import Key
@@ -33,7 +35,17 @@ from deepinfer_engine.cache.store.interface import (
     TrafficClass,
     claim_folder,
 )
-from deepinfer_engine.cache.store.record import PAGE, BadRecord, decode, decode_header, encode, record_bytes
+from deepinfer_engine.cache.store.record import (
+    PAGE,
+    BadRecord,
+    Header,
+    decode,
+    decode_header,
+    decode_section,
+    encode,
+    record_bytes,
+    section_pages,
+)
 from deepinfer_engine.cache.tiers import Payload
 from deepinfer_engine.errors import ArtefactError, CapacityError, UsageError
 
@@ -44,6 +56,8 @@ _HOUR = 3600
 #: index rows are written in batches; other processes see a block at most this much later
 _BATCH_ROWS = 64
 _BATCH_S = 0.02
+#: records of one write: as many as make it as fast over fresh space as over written space
+_GROUP = 8
 #: reads in flight of one ``get``; the disk saturates at eight
 _READERS = 8
 #: blocks near expiry that ``flush`` writes again
@@ -98,48 +112,67 @@ class SegmentStore:
 
     def put(self, key: Key, payload: Payload, traffic: TrafficClass = "chat") -> bool:
         """Keep a block; False when it is there with more than half of its lifetime left. See ``BlockStore``."""
+        return self.put_many([(key, payload)], traffic) == 1
+
+    def put_many(self, items: Sequence[tuple[Key, Payload]], traffic: TrafficClass = "chat") -> int:
+        """See ``BlockStore``; up to ``_GROUP`` neighbours are one write."""
         now, ttl = self._clock(), self.options.ttl_s[traffic]
         if self.options.namespace is None:
             raise UsageError(f"{self.options.path}: opened without a namespace, takes no blocks")
-        known = self._find([key]).get(key)
-        if known is not None and known.expiry - now > ttl / 2:
+        known = self._find([key for key, _ in items])
+        fresh: dict[Key, Payload] = {}
+        for key, payload in items:
+            place = known.get(key)
+            if place is None or place.expiry - now <= ttl / 2:
+                fresh.setdefault(key, payload)
+        if len(fresh) < len(items):
             with self._lock:
-                self._stats.already += 1
-            return False
-        stride = record_bytes(len(payload.data))
+                self._stats.already += len(items) - len(fresh)
+        rest = list(fresh.items())
+        while rest:
+            rest = rest[self._write(rest[:_GROUP], traffic, now) :]
+        return len(fresh)
+
+    def _write(self, items: Sequence[tuple[Key, Payload]], traffic: TrafficClass, now: float) -> int:
+        """Write the first of the blocks that have one size and fit the open segment, in one call; how many."""
+        assert self.options.namespace is not None
+        expiry, stride = int(now) + self.options.ttl_s[traffic], record_bytes(len(items[0][1].data))
+        count = next((i for i, (_, p) in enumerate(items) if record_bytes(len(p.data)) != stride), len(items))
         with self._lock:
             file = self._segment_for(traffic, stride, now)
+            count = min(count, file.slots - file.next)
             offset = file.next * stride
-            file.next += 1
+            file.next += count
             file.users += 1
-        place = Place(file.segment.id, offset, int(now) + ttl)
         try:
-            buffer = self._buffers.get(stride)
-            encode(
-                buffer,
-                key,
-                payload,
-                namespace=self.options.namespace,
-                created=int(now),
-                expiry=place.expiry,
-                sections=self.options.sections,
-            )
-            write_all(file.fd, memoryview(buffer)[:stride], offset)
+            buffer = self._buffers.get(count * stride)
+            for i, (key, payload) in enumerate(items[:count]):
+                encode(
+                    buffer[i * stride : (i + 1) * stride],
+                    key,
+                    payload,
+                    namespace=self.options.namespace,
+                    created=int(now),
+                    expiry=expiry,
+                    sections=self.options.sections,
+                )
+            write_all(file.fd, buffer, offset)
         except OSError as exc:
             with self._lock:
                 file.users -= 1
             raise CapacityError(f"{self.options.path / file.segment.name}: cannot be written: {exc.strerror}") from None
+        rows = [(key, Place(file.segment.id, offset + i * stride, expiry)) for i, (key, _) in enumerate(items[:count])]
         with self._lock:
             file.users -= 1
-            self._places[key] = place
-            self._stats.puts += 1
+            self._places.update(rows)
+            self._stats.puts += count
             if not self._pending:
                 self._pending_since = time.monotonic()
-            self._pending.append((key, place))
+            self._pending += rows
             due = len(self._pending) >= _BATCH_ROWS or time.monotonic() - self._pending_since > _BATCH_S
         if due:
             self._commit()
-        return True
+        return count
 
     def _commit(self) -> None:
         """Index what is pending, then seal the segments left behind; other writers go on meanwhile.
@@ -261,44 +294,88 @@ class SegmentStore:
         places = self._find_for_reading(keys)
         out: list[Payload | None] = [None] * len(keys)
 
-        def read_share(first: int, step: int) -> None:
-            for i in range(first, len(keys), step):
-                out[i] = self._get_one(keys[i], places.get(keys[i]))
+        def read(i: int) -> None:
+            found = self._read(keys[i], places.get(keys[i]), self._record)
+            if found is not None:
+                out[i] = found[1]
+                self._remember_use(keys[i], found[1], found[2])
 
-        lanes = min(_READERS, len(keys))
-        if lanes <= 1:
-            read_share(0, 1)
-        else:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
-            list(self._pool.map(read_share, range(lanes), [lanes] * lanes))
-        hits = sum(payload is not None for payload in out)
-        with self._lock:
-            self._stats.hits += hits
-            self._stats.misses += len(keys) - hits
+        self._spread(read, len(keys))
+        self._count(sum(payload is not None for payload in out), len(keys))
         return out
 
-    def _get_one(self, key: Key, place: Place | None) -> Payload | None:
+    def get_sections(self, keys: Sequence[Key], arrived: Callable[[int, list[Payload | None]], None]) -> None:
+        """See ``BlockStore``; up to eight reads are in flight."""
+        sections = self.options.sections
+        if len(sections) < 2:
+            arrived(0, self.get(keys))
+            return
+        places: list[Place | None] = list(map(self._find_for_reading(keys).get, keys))
+        headers: list[Header | None] = [None] * len(keys)
+        parts: list[list[bytes]] = [[] for _ in keys]
+        for index in range(len(sections)):
+            out: list[Payload | None] = [None] * len(keys)
+
+            def read(i: int, index: int = index, out: list[Payload | None] = out) -> None:
+                if len(parts[i]) < index:
+                    return
+                found = self._read(keys[i], places[i], partial(self._section, index=index, header=headers[i]))
+                if found is not None:
+                    headers[i], payload, places[i] = found
+                    out[i] = payload
+                    parts[i].append(payload.data)
+
+            self._spread(read, len(keys))
+            arrived(index, out)
+        whole = [i for i in range(len(keys)) if len(parts[i]) == len(sections)]
+        for i in whole:
+            header, place = headers[i], places[i]
+            assert header is not None and place is not None
+            self._remember_use(keys[i], Payload(b"".join(parts[i]), header.replayed), place)
+        self._count(len(whole), len(keys))
+
+    def _spread(self, read: Callable[[int], None], count: int) -> None:
+        """``read(i)`` for every i below ``count``, through up to eight threads."""
+        lanes = min(_READERS, count)
+        if lanes <= 1:
+            for i in range(count):
+                read(i)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+
+        def share(first: int) -> None:
+            for i in range(first, count, lanes):
+                read(i)
+
+        list(self._pool.map(share, range(lanes)))
+
+    def _count(self, hits: int, asked: int) -> None:
+        with self._lock:
+            self._stats.hits += hits
+            self._stats.misses += asked - hits
+
+    def _read(
+        self, key: Key, place: Place | None, read: Callable[[_Open, int, Key], tuple[Header, Payload]]
+    ) -> tuple[Header, Payload, Place] | None:
+        """What ``read`` finds at the place of a key, or at the one that the index knows by now; None for a miss."""
         try:
-            return self._get_at(key, place)
+            return self._read_at(key, place, read)
         except (OSError, sqlite3.Error):
             self._unreadable()
             return None
 
-    def _get_at(self, key: Key, place: Place | None) -> Payload | None:
+    def _read_at(
+        self, key: Key, place: Place | None, read: Callable[[_Open, int, Key], tuple[Header, Payload]]
+    ) -> tuple[Header, Payload, Place] | None:
         for _ in range(2):  # a place from memory may be stale: the index is asked once more
             if place is None:
                 return None
-            now = self._clock()
             file = self._file(place.segment)
             if file is not None:
                 try:
-                    record = self._read(file, place.offset)
-                    header, payload = decode(record, key)
-                    if header.expiry <= now:
-                        return None
-                    self._remember_use(key, payload, file.segment.traffic, header.expiry - now)
-                    return payload
+                    header, payload = read(file, place.offset, key)
+                    return None if header.expiry <= self._clock() else (header, payload, place)
                 except BadRecord:
                     with self._lock:
                         self._stats.corrupt += 1
@@ -311,17 +388,30 @@ class SegmentStore:
             place = None if fresh == place else fresh
         return None
 
-    def _read(self, file: _Open, offset: int) -> memoryview:
-        stride = file.segment.stride
-        view = memoryview(self._buffers.get(stride))[:stride]
+    def _pages(self, file: _Open, offset: int, size: int) -> memoryview:
+        view = self._buffers.get(size)
         return view[: os.preadv(file.fd, [view], offset)]
 
-    def _remember_use(self, key: Key, payload: Payload, traffic: str, left: float) -> None:
-        kind = cast(TrafficClass, traffic)
-        if self.options.namespace is not None and left < self.options.ttl_s[kind] / 2:
-            with self._lock:
-                if len(self._renew) < _RENEW_LIMIT:
-                    self._renew[key] = (payload, kind)
+    def _record(self, file: _Open, offset: int, key: Key) -> tuple[Header, Payload]:
+        return decode(self._pages(file, offset, file.segment.stride), key)
+
+    def _section(
+        self, file: _Open, offset: int, key: Key, *, index: int, header: Header | None
+    ) -> tuple[Header, Payload]:
+        begin, size = section_pages(self.options.sections, index)
+        pages = self._pages(file, offset + begin, size)
+        header = header or decode_header(pages[:PAGE], key)
+        return header, Payload(decode_section(pages, header, index), header.replayed)
+
+    def _remember_use(self, key: Key, payload: Payload, place: Place) -> None:
+        """Have a block that was used late in its lifetime written again."""
+        with self._lock:
+            file = self._reading.get(place.segment)
+            if self.options.namespace is None or file is None or len(self._renew) >= _RENEW_LIMIT:
+                return
+            kind = cast(TrafficClass, file.segment.traffic)
+            if place.expiry - self._clock() < self.options.ttl_s[kind] / 2:
+                self._renew[key] = (payload, kind)
 
     def _file(self, segment_id: int) -> _Open | None:
         """The open file of a segment, one user more; None when it is gone."""
@@ -437,28 +527,52 @@ class SegmentStore:
         except FileNotFoundError:
             return 0
 
-    def check(self) -> Iterator[Checked]:
-        """Read every indexed record; a wrong one is reported and leaves the index, an unreadable one is reported."""
+    def check(self, *, repair: bool = False) -> Iterator[Checked]:
+        """See ``BlockStore``: every indexed record."""
         self.flush()
         for key, place in self._index.all():
-            file = self._file(place.segment)
-            if file is None:
-                self._index.remove(key, place)
-                yield Checked(f"segment {place.segment}", place.offset, "the file is gone")
-                continue
-            try:
-                decode(self._read(file, place.offset), key)
-                problem = ""
-            except BadRecord as exc:
-                problem = str(exc)
-                self._index.remove(key, place)
-                with self._lock:
-                    self._places.pop(key, None)
-            except OSError as exc:
-                problem = f"read failed: {exc.strerror}"
-            finally:
-                self._release(file)
-            yield Checked(file.segment.name, place.offset, problem)
+            file, problem = self._file(place.segment), "the file is gone"
+            if file is not None:
+                try:
+                    self._record(file, place.offset, key)
+                    problem = ""
+                except BadRecord as exc:
+                    problem = str(exc)
+                except OSError as exc:
+                    problem = f"read failed: {exc.strerror}"
+                finally:
+                    self._release(file)
+            if problem and repair:
+                self._delete(key, place)
+            yield Checked(file.segment.name if file is not None else f"segment {place.segment}", place.offset, problem)
+
+    def remove(self, keys: Sequence[Key]) -> int:
+        """See ``BlockStore``. The header page is overwritten, so that a scan does not bring the record back."""
+        self.flush()
+        places = self._index.find(keys)
+        for key, place in places.items():
+            self._delete(key, place)
+        return len(places)
+
+    def _delete(self, key: Key, place: Place) -> None:
+        """Forget a record and overwrite its header; one that cannot be written leaves the index alone."""
+        self._index.remove(key, place)
+        with self._lock:
+            self._places.pop(key, None)
+            self._renew.pop(key, None)
+        segment = self._index.segment(place.segment)
+        if segment is None:
+            return
+        try:
+            fd, _ = open_direct(self.options.path / segment.name, os.O_WRONLY)
+        except OSError:
+            return
+        try:
+            write_all(fd, memoryview(mmap.mmap(-1, PAGE)), place.offset)
+        except OSError:
+            self._unreadable()
+        finally:
+            os.close(fd)
 
     def stats(self) -> StoreStats:
         """See ``BlockStore``."""
