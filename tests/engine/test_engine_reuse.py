@@ -208,6 +208,22 @@ def test_blocks_and_windows_that_a_failed_request_took_over_are_forgotten_too(co
 
 
 @pytest.mark.parametrize("backend", ["segment", "posix"])
+def test_blocks_of_the_store_that_a_failed_request_took_over_are_deleted(cold, backend, tmp_path):
+    changes = {**REPLAY, "cache.store.backend": backend, "cache.store.path": str(tmp_path / "kv")}
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390), "a")
+        ask(engine, prompt(300, 8), "other")
+    with open_engine(**changes) as engine:
+        poison(engine, at_call=1)
+        failed = ask(engine, prompt(390), "b")
+        assert reused(failed) == (256, 16) and failed.error == "non_finite_logits"
+    with open_engine(**changes) as engine:
+        again = ask(engine, prompt(390), "c")
+        assert reused(again) == (0, 0) and drawn(again) == cold[390]
+        assert reused(ask(engine, prompt(300, 8), "other")) == (256, 16), "others stay"
+
+
+@pytest.mark.parametrize("backend", ["segment", "posix"])
 def test_a_store_that_cannot_be_read_costs_time_and_is_told(cold, backend, tmp_path, monkeypatch):
     changes = {**REPLAY, "cache.store.backend": backend, "cache.store.path": str(tmp_path / "kv")}
     with open_engine(**changes) as engine:
