@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_cli import main as cli
-from deepinfer_engine.cache.store.interface import StoreOptions, open_store
+from deepinfer_engine.cache.store.interface import StoreOptions, TrafficClass, open_store
 from deepinfer_engine.cache.store.record import PAGE
 from deepinfer_engine.cache.tiers import Payload
 
@@ -68,7 +68,7 @@ def test_usage_errors_name_the_number(args, message, capsys):
 @pytest.fixture(params=["segment", "posix"])
 def filled(request, tmp_path):
     """A store of ten blocks, two of them long expired."""
-    ttl = {"agent": 3600, "chat": 360_000}
+    ttl: dict[TrafficClass, int] = {"agent": 3600, "chat": 360_000}
     for first, count, age in ((0, 8, 0), (8, 2, 100_000)):
         clock = time.time() - age
         store = open_store(StoreOptions(tmp_path, ttl, namespace=bytes(32)), request.param, lambda at=clock: at)

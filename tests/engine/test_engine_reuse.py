@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deepinfer_engine.cache.prefix import extend_keys
+from deepinfer_engine.cache.tiers import Tiers
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import ProfileError
@@ -52,6 +54,16 @@ def ask(engine: Engine, ids: tuple[int, ...], name: str = "r", new: int = 12) ->
 def drawn(done: Completion) -> list[tuple[int, float]]:
     assert done.logprobs is not None
     return [(item.token_id, item.logprob) for item in done.logprobs]
+
+
+def tiers_of(engine: Engine) -> Tiers:
+    assert engine.scheduler.reuse.tiers is not None
+    return engine.scheduler.reuse.tiers
+
+
+def store_of(engine: Engine) -> Any:
+    """The store, of which tests replace methods."""
+    return tiers_of(engine).store
 
 
 def reused(done: Completion) -> tuple[int, int]:
@@ -120,7 +132,7 @@ def test_strict_lineage_keeps_no_window_of_a_replay():
     for strict, kept in (("true", 0), ("false", 1)):
         with open_engine(**{**WINDOWS, **REPLAY, "cache.strict_lineage": strict}) as engine:
             ask(engine, prompt(300), "a")
-            windows = engine.scheduler.reuse.tiers.windows
+            windows = tiers_of(engine).windows
             for key in list(windows._held):
                 windows._remove(key)
             assert ask(engine, prompt(300), "b").usage.replayed == 16
@@ -133,7 +145,7 @@ def test_blocks_return_from_host_memory_after_the_device_gave_them_up(cold):
         first = ask(engine, prompt(390), "a")
         ask(engine, prompt(900, 7), "b")  # takes all eight blocks
         third = ask(engine, prompt(390), "c")
-        assert engine.scheduler.reuse.tiers.host.stats.hits >= 2
+        assert tiers_of(engine).host.stats.hits >= 2
         assert reused(third) == (256, 0)
         assert drawn(first) == drawn(third) == cold[390]
 
@@ -178,7 +190,7 @@ def test_kv_of_non_finite_logits_reaches_no_tier(cold, overlap, tmp_path):
         failed = ask(engine, prompt(390), "a")
         assert failed.error == "non_finite_logits" and engine.steps >= 2
         reuse = engine.scheduler.reuse
-        assert len(reuse.tiers.windows) == 0 and reuse.device[0].kept == 0
+        assert len(tiers_of(engine).windows) == 0 and reuse.device[0].kept == 0
         heal(engine)
         assert reused(ask(engine, prompt(300, 8), "other")) == (0, 0)
     names = [path.stem for path in (tmp_path / "kv").rglob("*.kv")]
@@ -195,8 +207,8 @@ def test_blocks_and_windows_that_a_failed_request_took_over_are_forgotten_too(co
         ask(engine, prompt(390), "a")
         ask(engine, prompt(900, 7), "b")  # sends the blocks of a to host memory
         reuse = engine.scheduler.reuse
-        host, windows = reuse.tiers.host, reuse.tiers.windows
-        keys = extend_keys(reuse.tiers.root, [], prompt(390))
+        host, windows = tiers_of(engine).host, tiers_of(engine).windows
+        keys = extend_keys(tiers_of(engine).root, [], prompt(390))
         assert any(key in host for key in keys) and any(windows.has(key, 0.0) for key in keys)
         poison(engine, at_call=1)
         failed = ask(engine, prompt(390), "c")
@@ -249,7 +261,7 @@ def test_a_fetch_that_fails_is_a_miss(cold, tmp_path, monkeypatch):
     with open_engine(**changes) as engine:
         ask(engine, prompt(390))
     with open_engine(**changes) as engine:
-        store = engine.scheduler.reuse.tiers.store
+        store = store_of(engine)
 
         def broken(keys):
             raise RuntimeError("can't start new thread")
@@ -263,7 +275,7 @@ def test_a_fetch_that_fails_is_a_miss(cold, tmp_path, monkeypatch):
 def test_what_the_store_did_not_take_is_told(tmp_path, monkeypatch):
     changes = {**REPLAY, "cache.store.backend": "posix", "cache.store.path": str(tmp_path / "kv")}
     with open_engine(**changes) as engine:
-        store = engine.scheduler.reuse.tiers.store
+        store = store_of(engine)
 
         def locked(*args):
             raise OSError(116, "Stale file handle")
