@@ -62,7 +62,9 @@ def closing_notes(engine: Engine, *, quiet: bool) -> None:
 
 
 def load_notes(engine: Engine, *, quiet: bool) -> None:
-    """Say how fast a large checkpoint was read, and which shard came slowest."""
+    """Say which loop runs where it is not the one asked for, and how fast a large checkpoint was read."""
+    if engine.profile.sched.overlap and not engine.overlap:
+        render.note("overlap: one process on a CPU runs step after step, the tokens are the same", quiet=quiet)
     total = sum(s.useful_bytes for s in engine.shards)
     if total < _NOTED_BYTES:
         return

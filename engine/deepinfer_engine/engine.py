@@ -29,7 +29,7 @@ from deepinfer_engine.errors import NotReadyError, UsageError
 from deepinfer_engine.launch import EMBEDDED, check_device, check_model, prepare
 from deepinfer_engine.runtime.expert_watch import WINDOW_SLACK, ExpertWatch, recordable_steps
 from deepinfer_engine.runtime.host import Capacity, host_runner, replay_shape
-from deepinfer_engine.runtime.lane import InlineLane, ThreadLane
+from deepinfer_engine.runtime.lane import InlineLane, Lane, ThreadLane
 from deepinfer_engine.runtime.leader import lead_runner
 from deepinfer_engine.runtime.rebalance import Rebalance, Rebalancer, RebalanceSettings
 from deepinfer_engine.runtime.runner import Flight, Runner
@@ -93,7 +93,8 @@ class Engine:
 
     With ``sched.overlap`` a call of ``step`` plans and launches the next step before it waits for the one in flight,
     and post-processes that one while the next runs; without, each step is finished before the next is planned. Both
-    loops draw the same tokens.
+    loops draw the same tokens. ``overlap`` says which one runs: in one process on a CPU there is nothing that a step
+    could run beside, so planning ahead would only add rows of requests that have just ended.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Engine:
         self.scheduler = scheduler
         self.shards = shards
         self.world = world
-        self.overlap = profile.sched.overlap
+        self.overlap = profile.sched.overlap and runner.lane.beside
         self.times = HostTimes()
         self.drafts = DraftCounts()
         self.steps = 0
@@ -143,6 +144,7 @@ class Engine:
         record_experts: bool = False,
         placement: Placement | None = None,
         world: World | None = None,
+        lane: Lane | None = None,
     ) -> Engine:
         """Validate and load a model under a profile (a name, a path or a loaded one) with ``sets`` overrides.
 
@@ -150,7 +152,7 @@ class Engine:
         ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
         ``record_experts`` keeps every step's expert counts for ``expert_stats``. ``placement``: where experts
         live at start, if not where the profile says. ``world``: further processes that share the mesh; the engine
-        ends them when it closes.
+        ends them when it closes. ``lane``: where steps are launched, if not where ``lane_for`` says.
         Raises ``ProfileError`` (2), ``CheckpointError`` (4) or ``NotReadyError`` (3).
         """
         if not isinstance(profile, Profile):
@@ -169,7 +171,7 @@ class Engine:
         if world is not None and profile.spec.verify != "off":
             raise NotReadyError("spec.verify: drafts are verified in one process only", hint="--set spec.verify=off")
         limits = _limits(profile, config)
-        lane = ThreadLane() if profile.sched.overlap and not device.startswith("cuda") else InlineLane()
+        lane = lane or lane_for(profile, device, processes=1 if world is None else world.size)
         with ExitStack() as undo:  # processes that were started end with a load that fails
             if world is None:
                 share = Share(profile.parallel.ep, profile.parallel.dp)
@@ -581,6 +583,13 @@ class Engine:
             error_detail=detail,
             logprobs=tuple(track.logprobs) if request.sampling.logprobs else None,
         )
+
+
+def lane_for(profile: Profile, device: str, *, processes: int) -> Lane:
+    """Where the steps of an engine are launched: a device's queue, a thread beside other processes, or the caller."""
+    if device.startswith("cuda"):
+        return InlineLane(beside=True)
+    return ThreadLane() if profile.sched.overlap and processes > 1 else InlineLane()
 
 
 def _watch(profile: Profile, config: ModelConfig, mesh: Mesh, device: str, *, recording: bool) -> ExpertWatch | None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from deepinfer_engine.config.profile import load_profile
-from deepinfer_engine.engine import Engine
+from deepinfer_engine.engine import Engine, lane_for
 from deepinfer_engine.errors import CapacityError, UsageError
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.tokens import tokenizer as spelling
 from deepinfer_engine.types import Completion, Request, SamplingParams, TokenEvent
 from tests.tiny_model import write_tiny_model
@@ -32,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_engine(model: Path, *sets: str) -> Engine:
     chosen = dict(text.split("=", 1) for text in (*BASE, *sets))
     profile = load_profile("cpu-nano", [f"{key}={value}" for key, value in chosen.items()]).profile
-    return Engine.open(profile, model, device="cpu")
+    return Engine.open(profile, model, device="cpu", lane=ThreadLane())
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,20 @@ def test_overlap_draws_the_tokens_of_the_plain_loop(model: Path, engine: Engine)
     assert all(c.finish_reason == "length" and c.usage.generated == len(c.token_ids) for c in plain)
 
 
+@pytest.mark.parametrize(("processes", "device", "pipelined"), [(1, "cpu", False), (2, "cpu", True), (1, "cuda", True)])
+def test_steps_are_planned_ahead_only_where_something_runs_beside(processes: int, device: str, pipelined: bool):
+    profile = load_profile("cpu-nano", ["sched.overlap=true"]).profile
+    assert lane_for(profile, device, processes=processes).beside == pipelined
+
+
+def test_one_process_on_a_cpu_gives_its_results_at_once(model: Path):
+    profile = load_profile("cpu-nano", [*BASE, "sched.overlap=true"]).profile
+    with Engine.open(profile, model, device="cpu") as engine:
+        engine.submit(Request("a", (5, 6, 7), SamplingParams(max_tokens=2, ignore_eos=True)))
+        assert not engine.overlap
+        assert [type(event) for event in engine.step()] == [TokenEvent]
+
+
 def test_small_cache_preempts_and_changes_no_token(model: Path, engine: Engine):
     # two sequences start a third block at position 256, and there are four blocks
     work = [
@@ -101,8 +116,10 @@ def test_stream_shows_what_completions_hold(model: Path, overlap: str):
             mine = shown[event.request_id]
             assert tuple(e.token_id for e in mine) == event.token_ids
             assert tuple(e.logprob for e in mine) == event.logprobs
-            assert all(e.logprob.token_id == e.token_id and len(e.logprob.top) == 2 for e in mine)
-            assert all(e.logprob.top[0][0] == e.token_id for e in mine), "greedy draws the most likely token"
+            assert all(e.logprob and e.logprob.token_id == e.token_id and len(e.logprob.top) == 2 for e in mine)
+            assert all(e.logprob and e.logprob.top[0][0] == e.token_id for e in mine), (
+                "greedy draws the most likely token"
+            )
         assert idle(engine)
 
 
@@ -146,7 +163,8 @@ def test_stop_string_across_tokens_ends_the_answer(engine: Engine):
     assert isinstance(done, Completion)
     assert done.finish_reason == "stop" and done.stop_reason == stop
     assert done.token_ids == free.token_ids[:at]
-    assert tuple(e.token_id for e in events[:-1]) == done.token_ids, "the start of the stop is never shown"
+    shown = [e for e in events[:-1] if isinstance(e, TokenEvent)]
+    assert tuple(e.token_id for e in shown) == done.token_ids, "the start of the stop is never shown"
     assert done.tail == pieces[at][:1].decode()
     assert done.text == engine.tokenizer.decode(done.token_ids) + done.tail
     assert idle(engine)

@@ -14,6 +14,7 @@ from deepinfer_engine.cache.tiers import Tiers
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import ProfileError
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.types import Completion, Request, SamplingParams
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "vectors" / "v41-tiny-a" / "checkpoint"
@@ -34,7 +35,7 @@ REPLAY = {**PREFIX, "replay.encoder": "bounded"}
 def open_engine(**changes: str) -> Engine:
     chosen = {**BASE, **changes}
     profile = load_profile("cpu-nano", [f"{key}={value}" for key, value in chosen.items()]).profile
-    return Engine.open(profile, CHECKPOINT, device="cpu")
+    return Engine.open(profile, CHECKPOINT, device="cpu", lane=ThreadLane())
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from deepinfer_engine.engine import Engine
 from deepinfer_engine.eplb.record import BalanceMeter, CountChunk, LoadRecord
 from deepinfer_engine.eplb.score import layer_balance
 from deepinfer_engine.errors import UsageError
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.types import Request, SamplingParams
 from tests.tiny_model import write_tiny_model
 
@@ -32,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_engine(model: Path, *sets: str, record: bool = True) -> Engine:
     chosen = dict(text.split("=", 1) for text in (*BASE, *sets))
     profile = load_profile("cpu-nano", [f"{key}={value}" for key, value in chosen.items()]).profile
-    return Engine.open(profile, model, device="cpu", record_experts=record)
+    return Engine.open(profile, model, device="cpu", record_experts=record, lane=ThreadLane())
 
 
 def watched(engine: Engine) -> list[tuple[int, np.ndarray]]:

@@ -13,6 +13,7 @@ import pytest
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import CapacityError, UsageError
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.types import Completion, GrammarSpec, Request, SamplingParams, TokenEvent
 from tests.tiny_model import write_tiny_model
 
@@ -81,7 +82,7 @@ def soak(model: Path, count: int, overlap: str, seed: int) -> Counter[str]:
         assert done.finish_reason == "abort" or shown[done.request_id, done.index] == len(done.token_ids)
 
     profile = load_profile("cpu-nano", [*SETS, f"sched.overlap={overlap}"]).profile
-    with Engine.open(profile, model, device="cpu") as engine:
+    with Engine.open(profile, model, device="cpu", lane=ThreadLane()) as engine:
         submitted = 0
         while submitted < count or engine.busy:
             for _ in range(rng.randrange(4) if submitted < count else 0):

@@ -23,6 +23,7 @@ from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import DeepInferError
 from deepinfer_engine.model.draft import Proposals
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.spec.planner import BudgetPlanner, Choice
 from deepinfer_engine.types import Completion, Request, SamplingParams
 from tests.tiny_model import write_tiny_model
@@ -77,7 +78,12 @@ def work(count: int, new: int, prompts: int, **sampling: Any) -> list[Request]:
 
 def open_engine(model: Path = GOLDEN, *sets: str) -> Engine:
     merged = dict(text.split("=", 1) for text in (*BASE, *sets))
-    return Engine.open(load_profile("cpu-nano", [f"{k}={v}" for k, v in merged.items()]).profile, model, device="cpu")
+    return Engine.open(
+        load_profile("cpu-nano", [f"{k}={v}" for k, v in merged.items()]).profile,
+        model,
+        device="cpu",
+        lane=ThreadLane(),
+    )
 
 
 def plain_answers(requests: list[Request], *sets: str) -> dict[str, Completion]:

@@ -53,6 +53,18 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
     return [passed("operations", f"{len(chosen)} on {platform} in {mode} numerics: {counts}", lines)]
 
 
+def check_step_loop(profile: Profile | None, platform: str) -> Sequence[Finding]:
+    """Whether the next step is planned while one runs, as the profile asks and this machine can."""
+    if profile is None:
+        return []
+    if not profile.sched.overlap:
+        return [passed("step loop", "plain: a step is finished before the next is planned (sched.overlap: false)")]
+    if platform == "cpu":
+        plain = "plain in one process: nothing can run beside a step on a CPU; the tokens are the same"
+        return [passed("step loop", plain, ["several processes (run --nproc) plan ahead, as sched.overlap asks"])]
+    return [passed("step loop", "pipelined: the next step is planned while one runs, at most two in flight")]
+
+
 def check_compiled(profile: Profile | None, platform: str) -> Sequence[Finding]:
     """Which libraries of compiled CPU operations are built for this machine; nothing where they do not run."""
     from deepinfer_kernels.cpu.families import FAMILIES

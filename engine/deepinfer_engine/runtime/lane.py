@@ -1,7 +1,9 @@
 """Lanes: where the work of steps is launched. In order, and nothing else decides.
 
 A device launches asynchronously by itself, so its lane runs the launching code at once. On CPU a lane of one thread
-plays the device: launched work runs in order while the caller schedules and post-processes.
+can play the device. In one process that costs more than it hides: a forward pass is some hundred short operations, and
+each of them waits for the interpreter lock that the planning thread holds. So there work runs in the caller's thread,
+and nothing runs beside it; with several processes a thread waits for the others while rank 0 goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Protocol
 
 
 class Lane(Protocol):
-    """Runs launched work in order."""
+    """Runs launched work in order. ``beside``: whether it goes on after ``launch``, beside the caller."""
+
+    beside: bool
 
     def launch(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work`` after everything launched before; the future carries its exception, if any."""
@@ -24,7 +28,10 @@ class Lane(Protocol):
 
 
 class InlineLane:
-    """Work runs when it is launched."""
+    """Work runs when it is launched; ``beside`` where that only fills the queue of a device."""
+
+    def __init__(self, *, beside: bool = False) -> None:
+        self.beside = beside
 
     def launch(self, work: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
@@ -38,6 +45,8 @@ class InlineLane:
 
 class ThreadLane:
     """One thread runs the work; after a failure everything launched behind it fails the same way."""
+
+    beside = True
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "deepinfer-lane")

@@ -629,3 +629,16 @@ def test_real_machine_is_read_without_a_failure_of_the_checks_themselves():
 def test_profile_from_text_is_checked_like_a_shipped_one(tmp_path):
     p = load_profile_text("schema_version: 1\nname: mine\n", where="mine").profile
     expect(accelerator.check_profile_hardware(Machine(tmp_path), p), "profile hardware", "pass")
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap", "platform", "says"),
+    [
+        ("cpu-nano", "false", "cpu", "plain: a step is finished"),
+        ("cpu-nano", "true", "cpu", "plain in one process"),
+        ("h200x1-nano", "true", "sm90", "pipelined: "),
+    ],
+)
+def test_step_loop_is_the_one_that_runs(name: str, overlap: str, platform: str, says: str):
+    (finding,) = implementations.check_step_loop(profile(name, f"sched.overlap={overlap}"), platform)
+    assert finding.status == "pass" and finding.found.startswith(says)

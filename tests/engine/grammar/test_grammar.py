@@ -13,7 +13,8 @@ pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
 import deepinfer_engine.sample.grammar as grammar_module
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
-from deepinfer_engine.errors import UsageError
+from deepinfer_engine.errors import NotReadyError, UsageError
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checked_grammar, vocabulary
 from deepinfer_engine.tokens import tokenizer as spelling
 from deepinfer_engine.types import Completion, GrammarSpec, Request, SamplingParams
@@ -60,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["false", "true"], ids=["plain", "overlap"])
 def engine(model: Path, request: pytest.FixtureRequest):
     profile = load_profile("cpu-nano", [*SETS, f"sched.overlap={request.param}"]).profile
-    with Engine.open(profile, model, device="cpu") as opened:
+    with Engine.open(profile, model, device="cpu", lane=ThreadLane()) as opened:
         yield opened
 
 
@@ -168,7 +169,7 @@ def test_preempted_constrained_answer_goes_on_where_it_was(model: Path, engine: 
         "sched.max_context_tokens=512",
         "sched.overlap=true",
     )
-    with Engine.open(load_profile("cpu-nano", sets).profile, model, device="cpu") as tight:
+    with Engine.open(load_profile("cpu-nano", sets).profile, model, device="cpu", lane=ThreadLane()) as tight:
         tight._grammars = engine._grammars  # compiled already
         got = tight.generate(work)[1]
         tight._grammars = None
@@ -232,7 +233,7 @@ def _rolls_back(engine: Engine, compiled: object) -> None:
 
 def test_missing_extra_names_the_install_line(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Exception, match="needs the extra") as caught:
+    with pytest.raises(NotReadyError, match="needs the extra") as caught:
         engine.submit(ask("x", schema({"type": "integer"})))
     assert caught.value.hint == "pip install 'deepinfer-cli[grammar]'" and caught.value.exit_code == 3
     assert isinstance(engine.generate([ask("y", None, max_tokens=1)])[0], Completion)

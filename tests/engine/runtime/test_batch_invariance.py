@@ -15,6 +15,7 @@ from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import NotReadyError
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.batch import RowInput, build_batch
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import Completion, Request, SamplingParams
 from deepinfer_engine.weights.checkpoint import Checkpoint
@@ -183,7 +184,9 @@ def _companies(model: Path, count: int) -> set[tuple[int, ...]]:
     seen = set()
     for way, (chunk, overlap) in enumerate(((64, "false"), (17, "true"), (200, "true"))):
         extra = (f"sched.prefill_chunk_tokens={chunk}", f"sched.overlap={overlap}")
-        with Engine.open(load_profile("cpu-nano", [*SETS, *extra]).profile, model, device="cpu") as engine:
+        with Engine.open(
+            load_profile("cpu-nano", [*SETS, *extra]).profile, model, device="cpu", lane=ThreadLane()
+        ) as engine:
             (alone,) = engine.generate([subject])
             assert alone.reproducible
             seen.add(alone.token_ids)

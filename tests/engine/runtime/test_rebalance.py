@@ -12,6 +12,7 @@ from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.runtime.batch import RowInput, build_batch
+from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.types import Request, SamplingParams
 from tests.tiny_model import write_tiny_model
 
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_engine(model: Path, *sets: str) -> Engine:
     chosen = dict(text.split("=", 1) for text in (*BASE, *sets))
     profile = load_profile("cpu-nano", [f"{key}={value}" for key, value in chosen.items()]).profile
-    return Engine.open(profile, model, device="cpu")
+    return Engine.open(profile, model, device="cpu", lane=ThreadLane())
 
 
 def work() -> list[Request]:
