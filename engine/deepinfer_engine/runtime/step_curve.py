@@ -31,9 +31,9 @@ from deepinfer_engine.weights.checkpoint import Checkpoint
 _LENGTH = 2 * BLOCK_TOKENS
 #: steps of one measurement; the first of them comes from another load and is not counted
 _STEPS = 2
-#: most rows measured, and rounds over all loads, so that a start takes seconds
-_MOST_ROWS = {"cpu": 16, "cuda": 128}
-_ROUNDS = {"cpu": 1, "cuda": 4}
+#: most rows measured, and rounds over all loads: a start takes seconds, and one disturbed step decides nothing
+_MOST_ROWS = 128
+_ROUNDS = {"cpu": 3, "cuda": 4}
 
 
 def temperatures_of(profile: Profile, checkpoint: Checkpoint) -> np.ndarray:
@@ -71,7 +71,7 @@ class StepTimer:
         self.spec = runner.speculation
         per_row = -(-(_LENGTH + self.spec.tokens + 1) // BLOCK_TOKENS)
         self.kind = runner.device.split(":")[0]
-        self.rows = min(runner.kv.slots, runner.kv.blocks // per_row, _MOST_ROWS[self.kind])
+        self.rows = min(runner.kv.slots, runner.kv.blocks // per_row, _MOST_ROWS)
         rng = np.random.default_rng(1)
         vocab = runner.model.config.vocab_size
         self.sequences = {
