@@ -78,6 +78,12 @@ def say(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), file=sys.stderr, flush=True)
 
 
+def read_prompts(path: Path) -> list[list[int]]:
+    """Token ids of the requests that ``recipes.nano.measure --requests`` wrote, one per line."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line)["token_ids"] for line in file]
+
+
 def open_engine(checkpoint: Path, settings: Settings, *sets: str) -> Engine:
     platform = "h200x1-nano" if settings.device == "cuda" else "cpu-nano"
     base = {
@@ -302,7 +308,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seed=args.seed, calibrate_prompts=args.calibrate_prompts,
     )  # fmt: skip
     began = time.monotonic()
-    prompts = json.loads(args.prompts.read_text(encoding="utf-8"))["prompts"]
+    prompts = read_prompts(args.prompts)
     kept, fresh = prompts[settings.calibrate_prompts :], prompts[: settings.calibrate_prompts]
     source = args.checkpoint
     config = Checkpoint.open(source).config
@@ -342,7 +348,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="train the draft heads of nano")
     parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON with a list of token id lists, 'prompts'")
+    parser.add_argument("--prompts", type=Path, required=True, help="requests that recipes.nano.measure wrote")
     parser.add_argument("--out", type=Path, required=True, help="new checkpoint folder")
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -29,6 +29,7 @@ from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.spec.planner import BudgetPlanner, Choice
 from deepinfer_engine.types import Completion, Request, SamplingParams
+from recipes.nano.draft import read_prompts
 
 WAYS = ("none", "fixed", "adaptive")
 #: steps at the start of a window that do not count
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     rows = [int(r) for r in args.rows.split(",")]
-    prompts = json.loads(args.prompts.read_text(encoding="utf-8"))["prompts"]
+    prompts = read_prompts(args.prompts)
     sets = [f"sched.max_rows_per_rank={max(rows)}", "sched.max_context_tokens=1024", "cache.prefix=false",
             f"cache.hbm_tokens_per_rank={max(rows) * 1024}", "spec.verify=adaptive", "sched.overlap=true"]  # fmt: skip
     profile = load_profile("h200x1-nano" if args.device == "cuda" else "cpu-nano", sets).profile

@@ -96,7 +96,8 @@ def main() -> None:
     parser.add_argument("--profile", default="h200x1-nano")
     parser.add_argument("--set-profile", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--numerics", default="reference")
-    parser.add_argument("--sets", default="two_step,lookup_1k,sort_8,json,lookup_4k,sums,count,copy_reverse,tools")
+    sets = "two_step,lookup_1k,sort_8,json,lookup_4k,sums,count,copy_reverse,tools,second_turn"
+    parser.add_argument("--sets", default=sets)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=9000)
     args = parser.parse_args()

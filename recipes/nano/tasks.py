@@ -420,4 +420,6 @@ def evaluation_tasks(seed: int, count: int) -> dict[str, list[Task]]:
         "json": [Task(extraction(rng, evaluation=True)) for _ in range(count)],
         "tools": [tool_use(rng, evaluation=True) for _ in range(count)],
         "talk": [Task(talk(rng, evaluation=True)) for _ in range(count)],
+        "second_turn": [Task(c, "turn", earlier=arithmetic(rng)) for c in one],
+        "direct": [Task(c, "none") for c in one],
     }

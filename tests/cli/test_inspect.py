@@ -110,7 +110,12 @@ def test_a_checkpoint_is_validated_and_named(capsys):
 def test_the_embedded_model_shows_its_card_by_name(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run(["nano"], capsys)
-    for words in ("run B before averaging, not these weights", "A second turn", "tokenizer 11", "0.8 B + 0.2 A"):
+    for words in (
+        "reference\n                numerics, H200",
+        "one earlier turn was trained",
+        "tokenizer 11",
+        "0.8 B + 0.2 A",
+    ):
         assert words in text
     assert "the card is about other weights" not in text and max(map(len, text.splitlines())) <= 100
     report = json.loads(run(["nano", "--format", "json"], capsys))

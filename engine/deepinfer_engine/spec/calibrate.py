@@ -201,9 +201,14 @@ def calibration_record(rows: Sequence[Calibration], *, dataset: str) -> dict[str
         "schema_version": 1,
         "dataset": dataset,
         "temperatures": {c.regime: list(c.temperatures) for c in rows},
-        "before": {c.regime: [asdict(r) for r in c.before] for c in rows},
-        "after": {c.regime: [asdict(r) for r in c.after] for c in rows},
+        "before": {c.regime: [_rounded(r) for r in c.before] for c in rows},
+        "after": {c.regime: [_rounded(r) for r in c.after] for c in rows},
     }
+
+
+def _rounded(quality: Reliability) -> dict[str, Any]:
+    """Four digits: the next ones are noise of a few thousand steps."""
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(quality).items()}
 
 
 def _sigmoid(z: np.ndarray) -> np.ndarray:
