@@ -153,6 +153,9 @@ def _plan(
 
 def _from_npz(path: Path) -> ExpertPlan:
     arrays = read_npz(path, MAX_FILE_BYTES)
+    for name in ("physical_to_logical", "ranks", "layer_ids", "copies"):
+        if name not in arrays:
+            raise ArtefactError(f"{path}: not a plan: array {name!r} is missing", hint="--export npz:PATH writes one")
     try:
         flat, ranks = arrays["physical_to_logical"], int(arrays["ranks"])
         ids = tuple(int(k) for k in arrays["layer_ids"])

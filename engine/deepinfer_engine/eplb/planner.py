@@ -218,6 +218,14 @@ def run_job(job: Job, loops: Loops | None = None) -> Outcome:
     after = windows.get("holdout", windows["train"])
     verdict = rep.judge(windows["before"], after, moved, job.economics, has_old=old is not None, forced=forced)
     notes += _remarks(stats, planned, moved, job)
+    if topology.nodes > 1:
+        flat, _ = build_plan(train, replace(topology, nodes=1, groups=1), settings=job.settings, loops=loops)
+        free = rep.window_of(rep.plan_balances(judged, flat, job.dispatch, job.seed)).moe_lb
+        if free is not None and after.moe_lb is not None:
+            notes.append(
+                f"keeping {topology.groups} expert groups inside {topology.nodes} nodes has a price: "
+                f"moe_lb {after.moe_lb:.4f}, planned globally {free:.4f}"
+            )
 
     def plan_with(slots: int) -> ExpertPlan:
         if slots == topology.slots_per_rank and old is None:

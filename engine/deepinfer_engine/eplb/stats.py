@@ -22,10 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_engine.eplb.placement import MAX_WEIGHT
 from deepinfer_engine.errors import ArtefactError, NotReadyError
 
 #: Most bytes of arrays read from one file: 1000 steps x 61 layers x 384 experts of int64 are 0.19 GB.
 MAX_ARRAY_BYTES = 2 << 30
+
+#: Most tokens of a layer in one file: loads of ranks are exact integers in units of 1/LCM token.
+MAX_TOKENS = MAX_WEIGHT // 2
 
 #: An array header is a short Python literal; numpy's own limit is 10,000 characters.
 _MAX_HEADER = 10_000
@@ -154,12 +158,21 @@ def counts_from(raw: np.ndarray, where: str, axes: tuple[str, ...] = ("step", "l
         if bad.any():
             refuse(bad, "not a whole number", f"{whole[np.unravel_index(int(bad.argmax()), bad.shape)]:.0f}")
         refuse(whole >= 2.0**62, "too large", str(2**62 - 1))
-        return whole.astype(np.int64)
+        raw = whole
     if raw.dtype.kind == "i":
         refuse(raw < 0, "negative", "0")
     if raw.dtype.itemsize == 8:
         refuse(raw >= 2**62, "too large", str(2**62 - 1))
-    return np.array(raw, np.int64, order="C")
+    counts = np.array(raw, np.int64, order="C")
+    if int(counts.max()) > MAX_TOKENS // counts.size:  # only then can a layer hold more
+        total_L = counts.sum(axis=(0, 2), dtype=np.float64)
+        if total_L.max() > MAX_TOKENS:
+            k = int(total_L.argmax())
+            raise ArtefactError(
+                f"{where}: layer {k} has {total_L[k]:.4g} tokens in the window, at most {MAX_TOKENS:.4g} are exact",
+                hint="record a shorter window",
+            )
+    return counts
 
 
 def write_stats(stats: ExpertStats, path: Path) -> None:
@@ -339,11 +352,15 @@ def stats_from(arrays: dict[str, np.ndarray], where: str) -> ExpertStats:
             raise ArtefactError(
                 f"{where}: step {m} routed {most[m]} tokens, tokens x top_k allows {int(tokens[m]) * top_k}"
             )
-    return ExpertStats(
-        counts, tuple(range(layers)) if ids is None else tuple(int(k) for k in ids),
-        None if tokens is None else tokens.astype(np.int64), () if kinds is None else tuple(map(str, kinds)), top_k, ep,
-        scalar("config_digest", "U") or "", scalar("weights_digest", "U") or "", scalar("tool_version", "U") or "",
-    )  # fmt: skip
+    digests = scalar("config_digest", "U") or "", scalar("weights_digest", "U") or "", scalar("tool_version", "U") or ""
+    try:
+        return ExpertStats(
+            counts, tuple(range(layers)) if ids is None else tuple(int(k) for k in ids),
+            None if tokens is None else tokens.astype(np.int64), () if kinds is None else tuple(map(str, kinds)),
+            top_k, ep, *digests,
+        )  # fmt: skip
+    except ArtefactError as e:
+        raise ArtefactError(f"{where}: {e.message}", hint=e.hint) from e
 
 
 def read_stats(path: Path, limit: int = MAX_ARRAY_BYTES) -> ExpertStats:

@@ -157,6 +157,15 @@ def test_one_rank_needs_no_redundancy(stats):
     assert any("nothing to balance" in n for n in got.report.notes)
 
 
+def test_the_price_of_expert_groups_on_nodes_is_told(stats):
+    got = planner.run_job(Job(stats, Sizes(nodes=4, groups=4)))
+    (note,) = (n for n in got.report.notes if "expert groups" in n)
+    free = planner.run_job(Job(stats)).report.windows["holdout"].moe_lb
+    kept = got.report.windows["holdout"].moe_lb
+    assert free and kept and free < kept
+    assert note.endswith(f"4 nodes has a price: moe_lb {kept:.4f}, planned globally {free:.4f}")
+
+
 def test_newest_window(stats):
     got = planner.run_job(Job(stats, window=100, holdout=0.0))
     assert got.plan.same_slots(planner.run_job(Job(stats.window(140, 240), holdout=0.0)).plan)

@@ -74,6 +74,7 @@ BAD = {
     "negative": (dict(counts=NEGATIVE), "counts at step 1, layer 1, expert 0 is -4: negative", "value: 0"),
     "negative float": (dict(counts=-HALF), "negative", "value: 0"),
     "huge": (dict(counts=GOOD.astype(np.uint64) * 2**63), "too large", str(2**62 - 1)),
+    "huge together": (dict(counts=np.full_like(GOOD, 2**55)), "layer 0 has .* tokens in the window", "shorter window"),
     "empty": (dict(counts=np.ones((0, 2, 3))), "counts is empty: \\[0, 2, 3\\]", None),
     "flat": (dict(counts=np.ones(5, int)), "counts has 1 dimensions \\[5\\], expected 3", None),
     "deep": (dict(counts=np.ones((1, 1, 1, 1), int)), "counts has 4 dimensions", None),
@@ -91,7 +92,7 @@ BAD = {
     "short ids": (dict(counts=GOOD, layer_ids=np.array([1])), "layer_ids is int64 \\[1\\], expected \\[2\\]", None),
     "kinds": (dict(counts=GOOD, layer_kinds=np.array(["a"])), "layer_kinds", None),
     "ep": (dict(counts=GOOD, ep=np.array([1, 2])), "ep is int64 \\[2\\], expected one value", None),
-    "negative ep": (dict(counts=GOOD, ep=np.int64(-3)), "ep is -3, expected 1..65536", None),
+    "negative ep": (dict(counts=GOOD, ep=np.int64(-3)), "s.npz: ep is -3, expected 1..65536", None),
     "digest": (dict(counts=GOOD, config_digest=np.int64(3)), "config_digest is int64", None),
 }
 
