@@ -20,6 +20,7 @@ import json
 import pickle
 import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,7 +180,9 @@ def load_pt(path: Path) -> Any:
             raise ArtefactError(
                 f"{path}: {size} bytes, at most {MAX_ARRAY_BYTES} are read", hint="record a shorter window"
             )
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of pickle protocols; what cannot be read is an error below
+            return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as e:
         raise ArtefactError(f"cannot read {path}: {e.strerror or e}") from e
     except pickle.UnpicklingError as e:
