@@ -31,7 +31,7 @@ def test_statistics_alone_are_enough(stats):
     train, held, before = r.windows["train"], r.windows["holdout"], r.windows["before"]
     assert train.moe_lb and held.moe_lb and before.moe_lb and train.moe_lb < held.moe_lb < before.moe_lb
     assert got.plan.moe_lb == pytest.approx(train.moe_lb, abs=1e-8)
-    assert held.excess == held.moe_lb - held.floor and r.colocations == 0 and r.verdict.action == "use"
+    assert held.floor and held.excess == held.moe_lb - held.floor and r.colocations == 0 and r.verdict.action == "use"
 
 
 def test_plan_does_not_see_the_held_out_steps(stats):
@@ -97,7 +97,7 @@ def test_ladder_has_more_memory_and_better_balance(stats):
         8,
         10,
     ]
-    gib, lb = [rung.gib_per_rank for rung in ladder], [rung.moe_lb for rung in ladder]
+    gib, lb = [rung.gib_per_rank for rung in ladder], [rung.moe_lb or 0.0 for rung in ladder]
     assert gib == sorted(gib) and ladder[0].break_even_steps is None and ladder[1].break_even_steps
     assert max(lb[1:]) < lb[0] - 0.1 and lb[3] < lb[1]
     assert gib[0] == pytest.approx(6 * 2 * report.FLASH_EXPERT_BYTES / 2**30)
@@ -105,10 +105,10 @@ def test_ladder_has_more_memory_and_better_balance(stats):
 
 def test_dispatches_differ_and_the_seed_decides_hash(stats):
     even, lp, one, two, again = (
-        planner.run_job(Job(stats, dispatch=d, seed=s, ladder=False)).report.windows["train"].moe_lb
+        planner.run_job(Job(stats, dispatch=d, seed=s, ladder=False)).report.windows["train"].moe_lb or 0.0
         for d, s in (("even", 0), ("lp", 0), ("hash", 1), ("hash", 2), ("hash", 1))
     )
-    assert lp < even < one and one == again != two
+    assert 1.0 < lp < even < one and one == again != two
 
 
 @pytest.mark.parametrize(

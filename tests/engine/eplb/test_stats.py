@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from deepinfer_engine.errors import ArtefactError
 
 def example(**more) -> stats.ExpertStats:
     counts = np.arange(2 * 3 * 4, dtype=np.int64).reshape(2, 3, 4)
-    fields = dict(
+    fields: dict[str, Any] = dict(
         layer_ids=(3, 4, 9),
         tokens_M=np.array([50, 60]),
         layer_kinds=("moe",) * 3,
