@@ -207,7 +207,6 @@ def test_blocks_and_windows_that_a_failed_request_took_over_are_forgotten_too(co
     with open_engine(**small, **{"sched.overlap": overlap}) as engine:
         ask(engine, prompt(390), "a")
         ask(engine, prompt(900, 7), "b")  # sends the blocks of a to host memory
-        reuse = engine.scheduler.reuse
         host, windows = tiers_of(engine).host, tiers_of(engine).windows
         keys = extend_keys(tiers_of(engine).root, [], prompt(390))
         assert any(key in host for key in keys) and any(windows.has(key, 0.0) for key in keys)
