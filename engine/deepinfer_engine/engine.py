@@ -184,6 +184,8 @@ class Engine:
             )
             shape = replay_shape(profile, checkpoint)
             tiers = open_tiers(profile, shape, checkpoint, runner.kv.layout) if profile.cache.prefix else None
+            if tiers is not None and world is not None:
+                tiers.sources = ()  # the other processes take whole blocks
             runner.watch = _watch(profile, config, runner.mesh, device, recording=record_experts)
             scheduler = Scheduler(limits, shape, tiers, planner_for(profile, checkpoint, runner, device))
             engine = cls(profile, checkpoint, tokenizer, runner, scheduler, shards, world)
@@ -477,6 +479,8 @@ class Engine:
         if self.runner.watch is not None:
             self.runner.watch.take()
         events: list[TokenEvent | Completion] = []
+        if out.lost:
+            self.scheduler.lose(out.lost)
         if flight.plan.draft:
             self._observe_drafts(list(flight.drawn_rows))
         sound: dict[int, Sequence] = {}

@@ -8,7 +8,7 @@ M steps in a statistics window.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -254,14 +254,27 @@ class PlannedRow(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """Block KV that is still on its way when a step begins, one section per source layer.
+
+    ``take(i)`` waits for the section of ``sources[i]`` of each of ``blocks``; None for those that did not come.
+    """
+
+    blocks: tuple[int, ...]
+    sources: tuple[int, ...]
+    take: Callable[[int], list[bytes | None]]
+
+
+@dataclass(frozen=True)
 class Move:
     """KV to copy out of or into the cache, in step order. ``at``: block, or ring slot of a window that ends at ``end``.
 
-    An import carries its ``data``; an export its ``key``, lineage, whether it goes to the store, and as ``owner`` the
-    (uid, generation) of the sequence that computed it (None: a kept block that is given up).
+    An import carries its ``data`` or, of several blocks from ``at`` on, their ``arrival``; an export its ``key``,
+    lineage, whether it goes to the store, and as ``owner`` the (uid, generation) of the sequence that computed it
+    (None: a kept block that is given up).
     """
 
-    kind: Literal["import_block", "export_block", "import_window", "export_window"]
+    kind: Literal["import_block", "import_arrival", "export_block", "import_window", "export_window"]
     at: int
     end: int = 0
     key: bytes = b""
@@ -269,6 +282,7 @@ class Move:
     replayed: bool = False
     store: bool = False
     owner: tuple[int, int] | None = None
+    arrival: Arrival | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from deepinfer_engine.cache.prefix import extend_keys
+from deepinfer_engine.cache.store.record import PAGE
 from deepinfer_engine.cache.tiers import Tiers
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
@@ -263,13 +266,103 @@ def test_a_fetch_that_fails_is_a_miss(cold, tmp_path, monkeypatch):
     with open_engine(**changes) as engine:
         store = store_of(engine)
 
-        def broken(keys):
+        def broken(keys, arrived):
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(store, "get", broken)
+        monkeypatch.setattr(store, "get_sections", broken)
         again = ask(engine, prompt(390))
         assert reused(again) == (0, 0) and drawn(again) == cold[390]
         assert engine.scheduler.reuse.stats.fetch_failed == 1
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("backend", ["segment", "posix"])
+def test_a_forward_waits_for_the_section_of_a_source_only_when_it_comes_to_its_layer(
+    backend, overlap, tmp_path, monkeypatch
+):
+    """Sections after the first are held back until the forward asks for them: whoever waits for all is too late."""
+    changes = {**REPLAY, "cache.store.backend": backend, "cache.store.path": str(tmp_path / "kv"),
+               "sched.overlap": overlap, "cache.store.fetch_deadline_ms": "5000"}  # fmt: skip
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390))
+    with open_engine(**changes) as engine:
+        expected = drawn(ask(engine, prompt(390)))
+    with open_engine(**changes) as engine:
+        store, kv = store_of(engine), engine.runner.kv
+        layers = [layer for layer, _ in tiers_of(engine).sources]
+        asked = {layer: threading.Event() for layer in layers}
+        read, arrive, order = store.get_sections, kv.arrive, []
+
+        def held_back(keys, arrived):
+            def deliver(index, found):
+                assert not index or asked[layers[index]].wait(20)
+                order.append(("read", layers[index]))
+                arrived(index, found)
+
+            read(keys, deliver)
+
+        def asking(layer):
+            order.append(("ask", layer))
+            asked[layer].set()
+            arrive(layer)
+
+        monkeypatch.setattr(store, "get_sections", held_back)
+        monkeypatch.setattr(kv, "arrive", asking)
+        again = ask(engine, prompt(390))
+        assert reused(again) == (256, 16) and again.usage.preemptions == 0 and drawn(again) == expected
+        assert engine.scheduler.reuse.stats.fetch_late == 0 and len(layers) > 1
+        assert order[:4] == [("read", layers[0]), ("ask", layers[0]), ("ask", layers[1]), ("read", layers[1])]
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("fault", ["flipped bit", "late"])
+def test_a_section_that_fails_behind_a_running_forward_is_computed_again(cold, fault, overlap, tmp_path, monkeypatch):
+    """Two requests share the blocks, a third shares nothing; no token and no tier sees what was read.
+
+    Under overlap the second one is placed on blocks of which nobody knows yet that they did not come.
+    """
+    changes = {**REPLAY, "cache.store.backend": "segment", "cache.store.path": str(tmp_path / "kv"),
+               "sched.overlap": overlap, "cache.store.fetch_deadline_ms": "1500"}  # fmt: skip
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390))
+        layers = [layer for layer, _ in tiers_of(engine).sources]
+        end = PAGE + sum(size for _, size in tiers_of(engine).sources)
+    with open_engine() as engine:
+        other = drawn(ask(engine, prompt(300, 8)))
+    if fault == "flipped bit":
+        (path,) = (tmp_path / "kv").rglob("*.seg")
+        data = bytearray(path.read_bytes())
+        data[end - 1] ^= 16  # the last byte of the first block: of its last section
+        path.write_bytes(data)
+    with open_engine(**changes) as engine:
+        store = store_of(engine)
+        read = store.get_sections
+
+        def slow(keys, arrived):
+            read(keys, lambda i, found: (time.sleep(2.5 if i and fault == "late" else 0), arrived(i, found)))
+
+        monkeypatch.setattr(store, "get_sections", slow)
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
+        engine.submit(Request("a", prompt(390), sampling))
+        events = []
+        while not engine.scheduler.running:
+            events += engine.step()
+        engine.submit(Request("b", prompt(390), sampling))
+        engine.submit(Request("c", prompt(300, 8), sampling))
+        done = {e.request_id: e for e in (*events, *engine.stream()) if isinstance(e, Completion)}
+        a, b, c = (done[name] for name in "abc")
+        assert drawn(a) == cold[390] and a.usage.preemptions == 1 and reused(a) == (0, 0)
+        assert drawn(c) == other and c.usage.preemptions == 0
+        assert engine.scheduler.reuse.stats.blocks_lost > 0
+        if overlap == "true":
+            assert drawn(b) == cold[390] and b.usage.preemptions == 1 and reused(b) == (0, 0)
+        engine.scheduler.verify()
+        monkeypatch.setattr(store, "get_sections", read)
+        again = ask(engine, prompt(390), "d")
+        assert reused(again) == (256, 16) and len(layers) > 1
+    with open_engine(**REPLAY) as engine:
+        ask(engine, prompt(390))
+        assert drawn(ask(engine, prompt(390), "e")) == drawn(again), "what is kept is what a cold run leaves"
 
 
 def test_what_the_store_did_not_take_is_told(tmp_path, monkeypatch):

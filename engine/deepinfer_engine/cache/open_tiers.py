@@ -31,16 +31,17 @@ def open_tiers(profile: Profile, shape: ReplayShape, checkpoint: Checkpoint, lay
         tenant=cache.tenant,
     )
     ranks = profile.parallel.dp
-    store = None
+    store, sources = None, ()
     if cache.store.backend != "none":
         assert cache.store.path is not None  # the profile's rules ask for it
         per_entry = layout.global_row_bytes + layout.index_row_bytes
+        sources = tuple((s.layer, s.entries_per_block * per_entry) for s in layout.sources)
         options = StoreOptions(
             path=Path(cache.store.path),
             ttl_s={"agent": cache.store.ttl_s.agent, "chat": cache.store.ttl_s.chat},
             capacity=int(cache.store.capacity_gib * 2**30),
             namespace=root,
-            sections=tuple((s.layer, s.entries_per_block * per_entry) for s in layout.sources),
+            sections=sources,
         )
         store = open_store(options, cache.store.backend)
     return Tiers(
@@ -53,5 +54,6 @@ def open_tiers(profile: Profile, shape: ReplayShape, checkpoint: Checkpoint, lay
             strict=cache.strict_lineage,
         ),
         store=store,
+        sources=sources if len(sources) > 1 else (),
         fetch_s=cache.store.fetch_deadline_ms / 1000,
     )

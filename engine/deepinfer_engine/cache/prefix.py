@@ -15,7 +15,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deepinfer_engine.cache.layout import KVLayout
@@ -180,6 +180,11 @@ class DeviceBlocks:
         if block in self._kept:
             del self._kept[block]
             self._pool.give([block])
+
+    def distrust(self, blocks: Iterable[int]) -> None:
+        """Forget the names of ``blocks``, and everything that is kept: it may have been computed with them."""
+        for key in [self._key_of[b] for b in (*blocks, *self._kept) if b in self._key_of]:
+            self.drop(key)
 
     def _forget(self, block: int) -> Key:
         key = self._key_of.pop(block)

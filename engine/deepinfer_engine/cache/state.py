@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_engine.cache.layout import KVLayout
+from deepinfer_engine.cache.layout import KVLayout, SourceLayout
 from deepinfer_engine.errors import UsageError
+from deepinfer_engine.types import Arrival
 
 
 class KVState:
@@ -29,6 +30,8 @@ class KVState:
         self._index: dict[int, Tensor] = {}
         self._pairs: dict[int, Tensor] = {}
         self._source = {s.layer: s for s in layout.sources}
+        self._coming: dict[int, list[tuple[int, Arrival]]] = {}
+        self._lost: set[int] = set()
         for s in layout.sources:
             entries = (blocks + 1) * s.entries_per_block
             self._global[s.layer] = self._rows((entries,), layout.global_row_bytes, device)
@@ -108,12 +111,40 @@ class KVState:
             )
         at = 0
         for s in self.layout.sources:
-            slots = self._block_rows(blocks, s.entries_per_block).flatten()
-            for store in (self._global[s.layer], self._index[s.layer]):
-                size = s.entries_per_block * store.shape[1]
-                part = payload[:, at : at + size].to(store.device)
-                store.index_copy_(0, slots, part.reshape(-1, store.shape[1]))
-                at += size
+            size = s.entries_per_block * (self.layout.global_row_bytes + self.layout.index_row_bytes)
+            self._import_source(s, blocks, payload[:, at : at + size])
+            at += size
+
+    def _import_source(self, source: SourceLayout, blocks: Tensor, payload: Tensor) -> None:
+        """Write the sections [n, bytes] of one source: all global rows of a block, then all its index keys."""
+        slots, at = self._block_rows(blocks, source.entries_per_block).flatten(), 0
+        for store in (self._global[source.layer], self._index[source.layer]):
+            size = source.entries_per_block * store.shape[1]
+            part = payload[:, at : at + size].to(store.device)
+            store.index_copy_(0, slots, part.reshape(-1, store.shape[1]))
+            at += size
+
+    def expect(self, arrival: Arrival) -> None:
+        """Have blocks imported source by source, each when the next step comes to its layer (``arrive``)."""
+        self._need_records("importing blocks")
+        for i, layer in enumerate(arrival.sources):
+            self._coming.setdefault(layer, []).append((i, arrival))
+
+    def arrive(self, source: int) -> None:
+        """Wait for what is expected of one source layer and import it; blocks that did not come are lost."""
+        for i, arrival in self._coming.pop(source, ()):
+            parts = dict(zip(arrival.blocks, arrival.take(i), strict=True))
+            self._lost.update(block for block, part in parts.items() if part is None)
+            came = {block: part for block, part in parts.items() if part is not None}
+            if came:
+                rows = torch.frombuffer(bytearray(b"".join(came.values())), dtype=torch.uint8).view(len(came), -1)
+                blocks = torch.tensor(list(came), device=self._window.device)
+                self._import_source(self._source[source], blocks, rows)
+
+    def take_lost(self) -> frozenset[int]:
+        """Blocks of which a section did not come, since the last call."""
+        lost, self._lost = frozenset(self._lost), set()
+        return lost
 
     def export_window(self, slot: int, end: int, layers: range) -> Tensor:
         """Records uint8 [layers, n, row_bytes] of positions max(0, end − W) .. end − 1 of one sequence."""

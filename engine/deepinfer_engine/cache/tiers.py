@@ -169,7 +169,8 @@ class WindowPool:
 class Tiers:
     """What holds KV beside the device. ``root`` starts the keys; a store is optional.
 
-    ``fetch_s``: time after which blocks that did not arrive from the store count as missing.
+    ``fetch_s``: time after which blocks that did not arrive from the store count as missing. ``sources``: (layer,
+    bytes per block) of the sections in which they arrive; empty: whole blocks.
     """
 
     root: Key
@@ -177,6 +178,7 @@ class Tiers:
     windows: WindowPool
     store: BlockStore | None = None
     fetch_s: float = 2.0
+    sources: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

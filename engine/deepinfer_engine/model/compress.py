@@ -20,6 +20,7 @@ def write_source(config: ModelConfig, plan: LayerPlan, weights: Compressor, x: T
     latent before rotation. Entries of tokens whose block slot is PAD are dropped by the store.
     """
     ops, kv, batch = step.ops, step.kv, step.batch
+    kv.arrive(plan.layer)  # this layer is the first that reads entries of this source
     slots, rope = batch.block_slot_T, step.rope[True]
     if plan.ratio == 1:
         z = ops.rms_norm(ops.linear(x, weights.wkv), weights.norm, config.rms_norm_eps)

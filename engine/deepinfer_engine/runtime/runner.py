@@ -33,7 +33,7 @@ from deepinfer_engine.types import Move, PlannedRow, Sequence, StepPlan, TokenLo
 class StepOutput:
     """Drawn ids of every sampled row (negative where one failed), their log-probabilities where wanted, drafts it
     verified and accepted, tokens per expert int64 [L, E], host time of building and time from launch to the drawn ids
-    in ms, payloads of exports."""
+    in ms, payloads of exports, and blocks whose content was awaited and did not come."""
 
     tokens: dict[int, list[int]]
     logprobs: dict[int, list[TokenLogprob]]
@@ -43,6 +43,7 @@ class StepOutput:
     moved: list[tuple[Move, bytes]]
     verified: dict[int, int] = field(default_factory=dict)
     accepted: dict[int, int] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Flight:
     started_s: float = 0.0
     run_ms: float = 0.0
     moved: list[tuple[Move, bytes]] = field(default_factory=list)
+    lost: frozenset[int] = frozenset()
 
 
 class Runner:
@@ -185,6 +187,7 @@ class Runner:
             else:
                 out = self.model.forward(batch, self.kv, self.ops, self.mesh, past_cut=past_cut)
             flight.logits, flight.load_LE = out.logits, out.load_LE
+            flight.lost = self.kv.take_lost()
             if self.watch is not None:
                 self.watch.add(out.load_LE, tokens, self.mesh.table.epoch)
             if self.speculation is not None and batch is not None:
@@ -300,7 +303,9 @@ class Runner:
         if (home := flight.home) is not None:
             tokens = {uid: [token] for uid, token in zip(flight.drawn_rows, home.ids.tolist(), strict=True)}
             logprobs = {uid: [found] for uid, found in _logprobs(home, list(flight.drawn_rows)).items()}
-        return StepOutput(tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms, flight.moved)
+        return StepOutput(
+            tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms, flight.moved, lost=flight.lost
+        )
 
     def _read_record(self, flight: Flight, record: Record) -> StepOutput:
         rows = list(flight.drawn_rows)
@@ -316,6 +321,7 @@ class Runner:
             flight.build_ms,
             flight.run_ms,
             flight.moved,
+            lost=flight.lost,
             verified=dict(zip(rows, record.verified.tolist(), strict=True)),
             accepted=dict(zip(rows, record.accepted.tolist(), strict=True)),
         )
@@ -333,6 +339,9 @@ class Runner:
             if move.kind == "import_block":
                 payload = torch.frombuffer(bytearray(move.data), dtype=torch.uint8).unsqueeze(0)
                 self.kv.import_blocks(torch.tensor([move.at], device=self.device), payload.to(self.device))
+            elif move.kind == "import_arrival":
+                assert move.arrival is not None
+                self.kv.expect(move.arrival)
             elif move.kind == "import_window":
                 rows = torch.frombuffer(bytearray(move.data), dtype=torch.uint8)
                 shape = (len(self.kept), -1, self.kv.layout.window_row_bytes)

@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 
@@ -21,19 +21,64 @@ from deepinfer_engine.cache.pool import IdPool
 from deepinfer_engine.cache.prefix import DeviceBlocks, Key, extend_keys
 from deepinfer_engine.cache.replay import ReplayShape, ReplaySpan, plan_prefill
 from deepinfer_engine.cache.store.behind import DEPTH, WriteBehind
+from deepinfer_engine.cache.store.interface import BlockStore
 from deepinfer_engine.cache.tiers import Payload, PrefixMatch, Tiers, match_prefix
 from deepinfer_engine.config.model import BLOCK_TOKENS
 from deepinfer_engine.errors import DeepInferError
-from deepinfer_engine.types import Move, Sequence
+from deepinfer_engine.types import Arrival, Move, Sequence
 
 
-@dataclass
 class _Fetch:
-    """Blocks of a waiting sequence on their way from the store."""
+    """Blocks of a waiting sequence on their way from the store: whole, or section by section.
 
-    keys: list[Key]
-    payloads: Future[list[Payload | None]]
-    deadline: float
+    ``parts[i]`` is done when section i of all of them is there. ``rows``: tokens left to compute beside them.
+    """
+
+    def __init__(self, keys: list[Key], sources: Items[tuple[int, int]], began: float, deadline: float, rows: int):
+        self.keys = keys
+        self.sources = sources
+        self.began = began
+        self.deadline = deadline
+        self.rows = rows
+        self.parts: list[Future[list[Payload | None]]] = [Future() for _ in range(max(1, len(sources)))]
+        self.job: Future[None] | None = None
+        self._first_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def read(self, store: BlockStore, clock: Callable[[], float]) -> None:
+        """Run on the reading thread."""
+
+        def arrived(index: int, found: list[Payload | None]) -> None:
+            if index == 0:
+                self._first_s = clock() - self.began
+            self.parts[index].set_result(found)
+
+        try:
+            if self.sources:
+                store.get_sections(self.keys, arrived)
+            else:
+                arrived(0, store.get(self.keys))
+        except Exception as exc:  # the boundary of a thread: whoever waits hears of it
+            for part in self.parts:
+                if not part.done():
+                    part.set_exception(exc)
+
+    def lead_s(self, now: float, row_s: float, layers: int) -> float:
+        """How long to wait yet, so that every later section is expected before the forward comes to its layer.
+
+        Sections are expected at the rate of the first; a forward takes ``row_s`` a row, evenly over ``layers``.
+        """
+        if self.done or not self.sources:
+            return 0.0
+        wait, read = 0.0, 0
+        for layer, size in self.sources:
+            read += size
+            there = self.began + self._first_s * read / self.sources[0][1]
+            wait = max(wait, there - now - self.rows * row_s * layer / layers)
+        return wait
 
 
 @dataclass
@@ -45,6 +90,7 @@ class ReuseStats:
     replayed_tokens: int = 0
     fetch_late: int = 0
     fetch_failed: int = 0
+    blocks_lost: int = 0
     unproven_dropped: int = 0
     windows_kept: int = 0
 
@@ -65,7 +111,8 @@ class Reuse:
         self._before: list[Move] = []
         self._after: list[Move] = []
         self._fetches: dict[int, _Fetch] = {}
-        self._staged: dict[int, dict[Key, Payload]] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._row_s = 0.0
         # exports by (uid, generation), held until a finite draw shows that what they were computed with is sound
         self._unproven: dict[tuple[int, int], list[tuple[Move, Payload]]] = {}
         self._ended: list[tuple[int, int]] = []
@@ -91,44 +138,58 @@ class Reuse:
             self.stats.fetch_failed += 1
             return
         if keys:
-            late = self.clock() + tiers.fetch_s
-            self._fetches[seq.uid] = _Fetch(keys, self._reader.submit(tiers.store.get, keys), late)
+            now, rows = self.clock(), seq.num_prompt - (near + len(keys)) * BLOCK_TOKENS
+            fetch = _Fetch(keys, tiers.sources, now, now + tiers.fetch_s, rows)
+            fetch.job = self._reader.submit(fetch.read, tiers.store, self.clock)
+            self._fetches[seq.uid] = fetch
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence may be placed: nothing is on its way, or too late."""
+        """Whether a waiting sequence may be placed: what it needs first is there and the rest in time, or too late."""
         fetch = self._fetches.get(seq.uid)
         if fetch is None:
             return True
-        if not fetch.payloads.done() and self.clock() < fetch.deadline:
+        first, now = fetch.parts[0], self.clock()
+        if now < fetch.deadline and not (first.done() and self._lead_s(fetch, now) <= 0):
             return False
         del self._fetches[seq.uid]
-        if not fetch.payloads.done():
+        if not (first.done() and (fetch.done or now < fetch.deadline)):
             self.stats.fetch_late += 1
             return True
-        if fetch.payloads.exception() is not None:
+        if first.exception() is not None:
             self.stats.fetch_failed += 1
             return True
-        found = zip(fetch.keys, fetch.payloads.result(), strict=True)
-        self._staged[seq.uid] = {key: payload for key, payload in found if payload is not None}
+        self._staged[seq.uid] = _Staged(fetch)
         return True
 
+    def _lead_s(self, fetch: _Fetch, now: float) -> float:
+        return fetch.lead_s(now, self._row_s, 1 if self.shape is None else self.shape.layers)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step of ``rows`` took so long: what may be hidden behind the next one."""
+        if rows:
+            self._row_s += 0.25 * (seconds / rows - self._row_s)
+
     def wait(self) -> None:
-        """Sleep until something on its way arrives or is late."""
-        pending = list(self._fetches.values())
-        if pending:
-            first = min(pending, key=lambda f: f.deadline)
-            wait_for([first.payloads], max(0.0, first.deadline - self.clock()))
+        """Sleep until something on its way arrives, is late, or need not be waited for any longer."""
+        now, until, parts = self.clock(), [], []
+        for fetch in self._fetches.values():
+            until.append(fetch.deadline - now)
+            if fetch.parts[0].done():
+                until.append(self._lead_s(fetch, now))
+            parts += [part for part in fetch.parts if not part.done()][:1]
+        if until:
+            wait_for(parts, max(0.0, min(until)), FIRST_COMPLETED)
 
     # ----------------------------------------------------------------- place
 
     def place(self, seq: Sequence) -> None:
         """Give a sequence its blocks on its rank and its plan: shared ones first, then fetched, then empty ones."""
         device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
-        found, staged, now = PrefixMatch(), self._staged.pop(seq.uid, {}), self.clock()
+        found, staged, now = PrefixMatch(), self._staged.pop(seq.uid, _Staged(None)), self.clock()
         if self.tiers is not None:
             self._unproven[_owner(seq)] = []
             extend_keys(self.tiers.root, seq.keys, seq.token_ids)
-            found = match_prefix(seq.keys, device, self.tiers.host, _Staged(staged), self.tiers.windows, now)
+            found = match_prefix(seq.keys, device, self.tiers.host, staged, self.tiers.windows, now)
         need = -(-len(seq.token_ids) // BLOCK_TOKENS)
         if self.shape is None:
             seq.block_ids = [base + b for b in self._take(device, base, need)]
@@ -139,9 +200,12 @@ class Reuse:
         device.share(shared)
         fresh = iter(self._take(device, base, need - len(shared)))
         blocks = [b if b is not None else next(fresh) for b in found.blocks[:reused]]
+        coming: dict[Key, int] = {}
         for j, block in enumerate(found.blocks[:reused]):
-            if block is None:
-                self._import(seq.keys[j], blocks[j], base, device, staged)
+            if block is None and not self._import(seq.keys[j], blocks[j], base, device, staged):
+                coming[seq.keys[j]] = base + blocks[j]
+        if coming:
+            self._before.append(self._arrival(coming, staged))
         seq.block_ids = [base + b for b in [*blocks, *fresh]]
         seq.published, seq.windowed = reused, seq.span.start
         if seq.span.window_end is not None:
@@ -163,12 +227,34 @@ class Reuse:
                 shape = replace(shape, encoder="off")
         return plan_prefill(shape, seq.num_prompt, hit=hit, windows_at=found.windows_at, approximate=found.approximate)
 
-    def _import(self, key: Key, block: int, base: int, device: DeviceBlocks, staged: dict[Key, Payload]) -> None:
+    def _import(self, key: Key, block: int, base: int, device: DeviceBlocks, staged: _Staged) -> bool:
+        """Name a block that is taken over and list its move; False when it arrives section by section."""
         assert self.tiers is not None
-        payload = staged.get(key) or self.tiers.host.get(key)
+        whole = self.tiers.host.get(key) if staged.by_section or key not in staged.held else staged.held[key]
+        payload = whole or staged.held.get(key)
         assert payload is not None, "it was there when the plan was made"
-        self._before.append(Move("import_block", base + block, data=payload.data))
         device.publish(block, key, replayed=payload.replayed)
+        if whole is not None:
+            self._before.append(Move("import_block", base + block, data=whole.data))
+        return whole is not None
+
+    def _arrival(self, blocks: dict[Key, int], staged: _Staged) -> Move:
+        """The move of blocks of which the first section is there and the others are on their way."""
+        fetch = staged.fetch
+        assert fetch is not None
+        place = {key: i for i, key in enumerate(fetch.keys)}
+        wanted = [place[key] for key in blocks]
+
+        def take(index: int) -> list[bytes | None]:
+            try:
+                found = fetch.parts[index].result(max(0.0, fetch.deadline - self.clock()))
+            except Exception:  # late, or the reading thread's error: both are misses
+                self.stats.fetch_late += 1
+                return [None] * len(wanted)
+            return [None if (payload := found[i]) is None else payload.data for i in wanted]
+
+        sources = tuple(layer for layer, _ in fetch.sources)
+        return Move("import_arrival", min(blocks.values()), arrival=Arrival(tuple(blocks.values()), sources, take))
 
     def _take(self, device: DeviceBlocks, base: int, count: int) -> list[int]:
         blocks, spilled = device.take(count)
@@ -281,10 +367,11 @@ class Reuse:
 
     # --------------------------------------------------------------- release
 
-    def release(self, seq: Sequence, *, wrong: bool = False) -> None:
+    def release(self, seq: Sequence, *, wrong: bool = False, delete: bool = False) -> None:
         """A sequence ends or is preempted; ``wrong``: what it computed, and what it took over, must not be reused.
 
         What it took over goes too, because it may be the cause: another sequence computed it and never drew.
+        ``delete``: from the store as well.
         """
         device, base = self.device[seq.dp_rank], seq.dp_rank * self.blocks
         if self.tiers is not None and not wrong:
@@ -296,11 +383,18 @@ class Reuse:
                 self._spilling.discard(key)
                 self.tiers.host.drop(key)
                 self.tiers.windows.drop(key)
-            if self._behind is not None and seq.keys:
+            if self._behind is not None and delete and seq.keys:
                 self._behind.remove(tuple(seq.keys))
         device.release([b - base for b in seq.block_ids])
         seq.block_ids = []
         seq.published = 0
+
+    def lose(self, blocks: set[int]) -> None:
+        """Trust no name of ``blocks`` and of what is kept beside them; nothing on its way to host memory is put."""
+        self.stats.blocks_lost += len(blocks)
+        self._spilling.clear()
+        for rank, device in enumerate(self.device):
+            device.distrust(b - rank * self.blocks for b in blocks)
 
     def forget(self, seq: Sequence) -> None:
         """A waiting sequence ends: nothing waits for its blocks any more."""
@@ -347,13 +441,16 @@ def _said(exc: Exception) -> str:
 
 
 class _Staged:
-    """What arrived from the store for one sequence, as a tier."""
+    """What arrived from the store for one sequence, as a tier: whole blocks, or their first sections."""
 
-    def __init__(self, held: dict[Key, Payload]):
-        self._held = held
+    def __init__(self, fetch: _Fetch | None):
+        self.fetch = fetch
+        self.by_section = fetch is not None and len(fetch.parts) > 1
+        found = [] if fetch is None else zip(fetch.keys, fetch.parts[0].result(), strict=True)
+        self.held: dict[Key, Payload] = {key: payload for key, payload in found if payload is not None}
 
     def match(self, keys: Items[Key]) -> int:
         for i, key in enumerate(keys):
-            if key not in self._held:
+            if key not in self.held:
                 return i
         return len(keys)

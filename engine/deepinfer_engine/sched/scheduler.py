@@ -243,12 +243,28 @@ class Scheduler:
         return rows, (choice.budget if choice.budget < sum(r.drafts for r in rows) else None), True
 
     def observe(self, plan: StepPlan, ms: float) -> None:
-        """Learn the cost of a step from its measured time; only where a time budget is to be kept."""
+        """Learn from a step's measured time: what a row takes, and the whole cost where a time budget is to be kept."""
+        self.reuse.observe(sum(r.count for r in plan.rows), ms / 1000)
         if self.limits.step_budget_ms > 0:
             self.fit.observe(((r.start, r.count) for r in plan.rows), ms)
 
-    def _preempt(self, seq: Sequence) -> None:
-        self._release(seq)
+    def lose(self, blocks: frozenset[int]) -> None:
+        """Fetched ``blocks`` proved wrong or did not come in time for a step that ran: compute again what read them.
+
+        Wrong are the sequences that use them, what those computed, and whoever shares that. Call it before the step
+        is committed, whose tokens of these sequences are dropped.
+        """
+        bad, wrong = set(blocks), []
+        while more := [s for s in self.running.values() if s not in wrong and not bad.isdisjoint(s.block_ids)]:
+            wrong += more
+            for seq in more:
+                bad.update(seq.block_ids[0 if seq.span is None else seq.span.reused // BLOCK_TOKENS :])
+        for seq in wrong:
+            self._preempt(seq, wrong=True)
+        self.reuse.lose(bad)
+
+    def _preempt(self, seq: Sequence, *, wrong: bool = False) -> None:
+        self._release(seq, wrong=wrong)
         seq.pending = seq.ahead = 0
         seq.generation += 1
         seq.preemptions += 1
@@ -310,7 +326,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence that is waiting or running, and free what it holds."""
         if seq.state == "running":
-            self._release(seq, wrong=reason == "error")
+            self._release(seq, wrong=reason == "error", delete=reason == "error")
         else:
             del self.waiting[seq.uid]
             self.reuse.forget(seq)
@@ -321,11 +337,11 @@ class Scheduler:
         if not self.busy:
             self.verify()
 
-    def _release(self, seq: Sequence, *, wrong: bool = False) -> None:
+    def _release(self, seq: Sequence, *, wrong: bool = False, delete: bool = False) -> None:
         del self.running[seq.uid]
         rank = seq.dp_rank
         self.slots[rank].give([seq.slot - rank * self.limits.rows])
-        self.reuse.release(seq, wrong=wrong)
+        self.reuse.release(seq, wrong=wrong, delete=delete)
         self._rank_seqs[rank] -= 1
         self._rank_tokens[rank] -= seq.expected_len
         self._free_slots += 1

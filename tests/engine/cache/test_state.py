@@ -12,6 +12,7 @@ from deepinfer_engine.cache.pool import IdPool
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import load_model_config
 from deepinfer_engine.errors import CapacityError, UsageError
+from deepinfer_engine.types import Arrival
 from deepinfer_kernels.registry import resolve
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors"
@@ -65,6 +66,29 @@ def test_blocks_and_windows_move_between_states_byte_for_byte():
     assert rows.shape == (TINY.cut, TINY.sliding_window, a.layout.window_row_bytes)
     b.import_window(2, end, layers, rows)
     assert torch.equal(b.export_window(2, end, layers), rows)
+
+
+def test_sections_that_arrive_by_layer_are_the_bytes_of_whole_blocks():
+    torch.manual_seed(1)
+    a, b = state(), state()
+    payload = torch.randint(0, 256, (3, a.layout.block_bytes), dtype=torch.uint8)
+    a.import_blocks(torch.tensor([3, 1]), payload[:2])
+    sizes = [s.entries_per_block * (b.layout.global_row_bytes + b.layout.index_row_bytes) for s in b.layout.sources]
+    sections, taken = payload.split(sizes, 1), []
+
+    def take(index: int) -> list[bytes | None]:
+        taken.append(index)
+        parts = [row.numpy().tobytes() for row in sections[index]]
+        return [parts[0], parts[1], None if index else parts[2]]
+
+    layers = tuple(s.layer for s in b.layout.sources)
+    b.expect(Arrival((3, 1, 2), layers, take))
+    assert taken == [] and b.take_lost() == frozenset()
+    for layer in range(TINY.num_hidden_layers):
+        b.arrive(layer)
+        assert taken == [i for i, source in enumerate(layers) if source <= layer]
+    assert b.take_lost() == {2} and b.take_lost() == frozenset(), "of block 2 only the first section came"
+    assert torch.equal(b.export_blocks(torch.tensor([3, 1])), a.export_blocks(torch.tensor([3, 1])))
 
 
 def test_wrong_payloads_and_f32_rows_are_refused():

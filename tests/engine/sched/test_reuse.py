@@ -11,6 +11,7 @@ import pytest
 from deepinfer_engine.cache.prefix import extend_keys
 from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.tiers import HostBlocks, Tiers, WindowPool
+from deepinfer_engine.sched.reuse import _Fetch
 from deepinfer_engine.sched.rows import plan_decode
 from deepinfer_engine.sched.scheduler import Limits, Scheduler
 from deepinfer_engine.types import Move, Request, SamplingParams, Sequence, StepPlan
@@ -182,8 +183,34 @@ def test_closing_cancels_fetches_that_have_not_begun():
     closing = threading.Thread(target=reuse.close)
     closing.start()
     deadline = time.monotonic() + 20
-    while not all(f.payloads.cancelled() for uid, f in reuse._fetches.items() if uid) and time.monotonic() < deadline:
+    while not all(f.job and f.job.cancelled() for uid, f in reuse._fetches.items() if uid):
+        assert time.monotonic() < deadline
         time.sleep(0.005)
     store.gate.set()
     closing.join(20)
     assert not closing.is_alive() and store.reads == 1
+
+
+def test_a_sequence_starts_when_its_later_sections_are_expected_in_time():
+    """Sections of 1, 1 and 2 parts; the first took 10 ms, so the others are expected at 20 and 40 ms after begin.
+
+    100 rows of 1 ms over 10 layers come to layer 2 after 20 ms and to layer 5 after 50 ms.
+    """
+    fetch = _Fetch([bytes(32)], ((0, 100), (2, 100), (5, 200)), 0.0, 9.0, 100)
+    now = [0.0]
+
+    class Store:
+        def get_sections(self, keys, arrived):
+            now[0] = 0.010
+            arrived(0, [None])
+
+    fetch.read(Store(), lambda: now[0])  # pyright: ignore[reportArgumentType]
+    assert fetch.parts[0].done() and not fetch.done
+    assert fetch.lead_s(0.010, 1e-3, 10) == 0.0, "there at 20 and 40, needed at 30 and 60"
+    assert fetch.lead_s(0.010, 1e-4, 10) == pytest.approx(0.040 - 0.010 - 0.005), "ten times as fast: wait for the last"
+    assert fetch.lead_s(0.010, 0.0, 10) == pytest.approx(0.030), "nothing is known of the forward: hide nothing"
+    assert fetch.lead_s(0.036, 1e-4, 10) == 0.0
+    for index, part in enumerate(fetch.parts):
+        if index:
+            part.set_result([None])
+    assert fetch.lead_s(0.010, 1e-4, 10) == 0.0
