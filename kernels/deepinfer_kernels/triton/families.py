@@ -15,6 +15,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": ("rms_norm", "rope"),
     "cache": ("pack_rows", "unpack_rows", "load_rows", "store_rows", "quantise_index_query"),
     "linear": ("prepare_weight", "linear", "linear_grouped"),
+    "hyper": ("mhc_mixes", "mhc_collapse", "mhc_expand"),
+    "index": ("index_scores",),
+    "attention": ("attend_cached",),
     "moe": ("gate_topk", "moe_experts", "shared_expert", "moe_combine"),
 }
 #: the tile of these follows the number of rows, and with it the order of their sums; those with True have a second
@@ -23,6 +26,7 @@ BATCH_DEPENDENT = {
     "linear": True,
     "linear_grouped": True,
     "gate_topk": False,
+    "attend_cached": True,
     "moe_experts": True,
     "shared_expert": True,
 }
