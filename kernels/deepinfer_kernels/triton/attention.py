@@ -121,6 +121,10 @@ def _join(PART, STATE, OUT, rows, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.c
     tl.store(OUT + row * D + d, bf16(tl.sum(part * weight[:, None], 0) / total), mask=d < D)
 
 
+#: keys of a tile, warps and loads in flight for wide heads
+TILE = (32, 8, 2)
+
+
 def _parts(T: int) -> int:
     """Parts per query that fill a device of about 130 processors."""
     return 1 if T > 64 else 2 if T > 32 else 4 if T > 16 else 8
@@ -185,7 +189,8 @@ def _attended(
     ring, entries = (None if s is None else contiguous(s.view(uint8)) for s in (ring, entries))
     o = empty(q.shape, dtype=bfloat16, device=q.device)
     heads, wide = min(64, max(16, power_of_two(N))), power_of_two(D)
-    sizes = dict(N=N, D=D, HEADS=heads, BD=wide, BK=32 if wide > 256 else 64, PARTS=parts)
+    keys, warps, stages = TILE if wide > 256 else (64, 4, 2)
+    sizes = dict(N=N, D=D, HEADS=heads, BD=wide, BK=keys, PARTS=parts)
     grid = (T, parts, blocks(N, heads))
     G = 0 if slots is None else slots.shape[1]
     to, state = o, None
@@ -193,7 +198,7 @@ def _attended(
         to = empty((parts, *q.shape), dtype=float32, device=q.device)
         state = empty((parts, T, N, 2), dtype=float32, device=q.device)
     arguments = (q, local, window, ring, slots, entries, sink, to, state, T, W, G, float(scale))
-    launch(_attend, grid, *arguments, warps=8 if wide > 256 else 4, stages=2, **sizes)
+    launch(_attend, grid, *arguments, warps=warps, stages=stages, **sizes)
     if parts > 1:
         launch(_join, (T * N,), to, state, o, T * N, D=D, BD=wide, PARTS=parts)
     return o

@@ -27,7 +27,7 @@ _FP8, _FP4 = tl.constexpr(FP8), tl.constexpr(FP4)
 @triton.jit
 def weight_dot(
     acc, W, S, rows, n, x, k0,
-    K: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BT] + W[n, k0 : k0 + BK] · x [BK, BT]; rows ``n`` [BN] below ``rows`` exist, columns below K."""
     known = (n < rows)[:, None]
@@ -44,24 +44,36 @@ def weight_dot(
     else:
         k = k0 // 2 + tl.arange(0, BK // 2)
         w = tl.load(W + n[:, None] * (K // 2) + k[None, :], mask=known & (k < K // 2)[None, :], other=0)
-    if not INTERPRETED:
+    if SCALED and not INTERPRETED:
         if STORED == _FP8:
             return tl.dot_scaled(w, s, "e4m3", x, None, "bf16", acc=acc, fast_math=True)
         else:
             return tl.dot_scaled(w, s, "e2m1", x, None, "bf16", acc=acc, fast_math=True)
+    if INTERPRETED:
+        scale = tl.broadcast_to(e8m0_value(s)[:, :, None], (BN, BK // 32, 32)).reshape(BN, BK)
+        if STORED == _FP8:
+            value = e4m3_value(w)
+        else:
+            code = w.to(tl.int32)
+            value = tl.interleave(e2m1_value(code & 15), e2m1_value(code >> 4))
+        return dot(bf16(value * scale), x, acc)
+    scale = (s.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
     if STORED == _FP8:
-        value = e4m3_value(w)
+        scale = tl.broadcast_to(scale[:, :, None], (BN, BK // 32, 32)).reshape(BN, BK)
+        return tl.dot(w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16) * scale, x, acc)
     else:
-        code = w.to(tl.int32)
-        value = tl.interleave(e2m1_value(code & 15), e2m1_value(code >> 4))
-    scale = tl.broadcast_to(e8m0_value(s)[:, :, None], (BN, BK // 32, 32)).reshape(BN, BK)
-    return dot(bf16(value * scale), x, acc)
+        scale = tl.broadcast_to(scale[:, :, None], (BN, BK // 32, 16)).reshape(BN, BK // 2)
+        c = w.to(tl.uint16)
+        low = (((c & 7) << 6) | ((c & 8) << 12)).to(tl.bfloat16, bitcast=True)
+        high = (((c & 0x70) << 2) | ((c & 0x80) << 8)).to(tl.bfloat16, bitcast=True)
+        back = tl.full((BN, BK // 2), 8.507059173023462e37, tl.bfloat16)
+        return tl.dot(tl.interleave(low * back * scale, high * back * scale), x, acc)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _linear(
     X, W, S, Y, T, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STORED: tl.constexpr,
-    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """y[t, g] = W[g] · x[t, g]: one program per tile of tokens (fastest), tile of outputs, group."""
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
@@ -76,7 +88,7 @@ def _linear(
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(X + (t * G + g)[:, None] * K + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
-        acc = weight_dot(acc, W, S, N, n, tl.trans(x), k0, K, STORED, BN, BK)
+        acc = weight_dot(acc, W, S, N, n, tl.trans(x), k0, K, STORED, BN, BK, SCALED)
     y = Y + (t * G + g)[None, :] * N + n[:, None]
     tl.store(y, bf16(acc), mask=(t < T)[None, :] & (n < N)[:, None])
 
@@ -89,6 +101,7 @@ class Tile(NamedTuple):
     BK: int
     warps: int
     stages: int
+    scaled: bool = True
 
 
 def tile(T: int, N: int) -> Tile:
@@ -119,7 +132,7 @@ def product(x: Tensor, weight: Weight, groups: int, chosen: Tile) -> Tensor:
         raise ValueError(f"input {tuple(x.shape)} {x.dtype}, weight {tuple(weight.data.shape)} {weight.kind}")
     y = empty((*x.shape[:-1], N), dtype=bfloat16, device=x.device)
     grid = (blocks(T, chosen.BT), blocks(N, chosen.BN), groups)
-    sizes = dict(N=N, K=K, G=groups, STORED=stored, BN=chosen.BN, BT=chosen.BT, BK=chosen.BK)
+    sizes = dict(N=N, K=K, G=groups, STORED=stored, BN=chosen.BN, BT=chosen.BT, BK=chosen.BK, SCALED=chosen.scaled)
     data = weight.data if stored == BF16 else weight.data.view(uint8)
     arguments = (x, data, weight.scale, y, T)
     launch(_linear, grid, *arguments, warps=chosen.warps, stages=chosen.stages, **sizes)

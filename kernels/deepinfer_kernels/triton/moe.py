@@ -46,7 +46,7 @@ def _silu(x):
 def _gate_up(
     X, COUNTS, W1, S1, W3, S3, WEIGHT, A, rows, limit,
     S: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
-    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """a[m] = silu(min(w1 · x, limit)) · clamp(w3 · x, ±limit) · weight[m]; without COUNTS all rows are slot 0's."""
     if COUNTS is not None:
@@ -71,8 +71,8 @@ def _gate_up(
         k = k0 + tl.arange(0, BK)
         x = tl.load(X + m.to(tl.int64)[:, None] * H + k[None, :], mask=(m < end)[:, None] & (k < H)[None, :], other=0.0)
         x = tl.trans(x)
-        gate = weight_dot(gate, W1, S1, WIDTH, n, x, k0, H, STORED, BN, BK)
-        up = weight_dot(up, W3, S3, WIDTH, n, x, k0, H, STORED, BN, BK)
+        gate = weight_dot(gate, W1, S1, WIDTH, n, x, k0, H, STORED, BN, BK, SCALED)
+        up = weight_dot(up, W3, S3, WIDTH, n, x, k0, H, STORED, BN, BK, SCALED)
     g = tl.minimum(bf16(gate).to(tl.float32), limit)
     u = tl.minimum(tl.maximum(bf16(up).to(tl.float32), -limit), limit)
     a = _silu(g) * u
@@ -84,7 +84,7 @@ def _gate_up(
 @triton.jit
 def _down(
     A, COUNTS, W2, S2, Y, S: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
-    STORED: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    STORED: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """y[m] = w2 · a[m]."""
     slot, first, end = _tile_of(COUNTS, tl.program_id(1), S, SLOTS, BT)
@@ -103,7 +103,7 @@ def _down(
         a = tl.load(
             A + m.to(tl.int64)[:, None] * WIDTH + k[None, :], mask=(m < end)[:, None] & (k < WIDTH)[None, :], other=0.0
         )
-        acc = weight_dot(acc, W2, S2, H, n, tl.trans(a), k0, WIDTH, STORED, BN, BK)
+        acc = weight_dot(acc, W2, S2, H, n, tl.trans(a), k0, WIDTH, STORED, BN, BK, SCALED)
     tl.store(Y + m.to(tl.int64)[None, :] * H + n[:, None], bf16(acc), mask=(m < end)[None, :] & (n < H)[:, None])
 
 
@@ -137,7 +137,7 @@ def _gate_up_of(
     launch(
         _gate_up, grid, x, counts, d1, w1.scale, d3, w3.scale, weight, a, M, limit,
         warps=chosen.warps, stages=chosen.stages, S=slots, SLOTS=power_of_two(slots), H=H, WIDTH=I, STORED=stored,
-        BN=chosen.BN, BT=chosen.BT, BK=chosen.BK,
+        BN=chosen.BN, BT=chosen.BT, BK=chosen.BK, SCALED=chosen.scaled,
     )  # fmt: skip
     return a
 
@@ -164,7 +164,7 @@ def _experts(
     launch(
         _down, (blocks(H, down.BN), _most_tiles(M, S, down.BT)), a, counts, data, bank.w2.scale, y,
         warps=down.warps, stages=down.stages, S=S, SLOTS=power_of_two(S), H=H, WIDTH=I, STORED=stored,
-        BN=down.BN, BT=down.BT, BK=down.BK,
+        BN=down.BN, BT=down.BT, BK=down.BK, SCALED=down.scaled,
     )  # fmt: skip
     return y
 

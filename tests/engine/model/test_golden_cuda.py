@@ -36,12 +36,12 @@ def test_float_logits_and_greedy_tokens_on_cuda(golden, variants, make_rig, case
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["reference", "fast"])
-def test_quantised_numerics_on_cuda_agree_with_the_cpu(golden, variants, make_rig, mode):
+@pytest.mark.parametrize(("mode", "backend"), [("reference", "auto"), ("fast", "reference"), ("fast", "triton")])
+def test_quantised_numerics_on_cuda_agree_with_the_cpu(golden, variants, make_rig, mode, backend):
     """Same codes on both devices up to rare flips: top-1 of at least nine positions in ten."""
     ids = list(golden.cases["base_n0035"]["prompt_ids"])
     logits = []
-    for device in ("cpu", "cuda"):
-        rig = make_rig(variants["base"], mode, device=device)
+    for device, chosen in (("cpu", "auto"), ("cuda", backend)):
+        rig = make_rig(variants["base"], mode, device=device, backend=chosen)
         logits.append(rig.run(rig.kv(), ids, 0, len(ids)).logits.cpu())
     assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() >= 0.9
