@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,9 @@ from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
 from deepinfer_kernels.triton.linear import Tile
+
+#: torch's products of FP8 operands, which have no public name
+_scaled_mm, _scaled_grouped_mm = (getattr(torch, name) for name in ("_scaled_mm", "_scaled_grouped_mm"))
 
 NUM = NUMERICS["fast"]
 #: V4.1-Flash: hidden, heads, head dim, query latent, output groups and their rank, experts, choices, expert width
@@ -94,7 +98,7 @@ def _linear(T: int, outs: int, inner: int, groups: int = 1) -> Case:
     def scaled() -> Call:
         x, w = bf(*shape).to(torch.float8_e4m3fn), weight.data.view(torch.float8_e4m3fn).clone()
         a, b = torch.ones(T, 1, device="cuda"), torch.ones(1, outs, device="cuda")
-        return lambda: torch._scaled_mm(x, w.mT, a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return lambda: _scaled_mm(x, w.mT, a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     others = {"bf16 matmul": dense} if groups > 1 else {"bf16 matmul": dense, "_scaled_mm fp8 rowwise": scaled}
     work = groups * outs * inner
@@ -134,7 +138,7 @@ def _experts(T: int, ranks: int) -> Case:
         wide, high = torch.ones(slots, I, device="cuda"), torch.ones(slots, H, device="cuda")
 
         def mm(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
-            return torch._scaled_grouped_mm(a, b.mT, rows, s, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return _scaled_grouped_mm(a, b.mT, rows, s, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
 
         def run() -> Tensor:
             g, u = mm(x, w[0], wide), mm(x, w[1], wide)
@@ -151,8 +155,8 @@ def _shared(T: int) -> Case:
     weights = (fp8(I, H), fp8(I, H), fp8(H, I))
 
     def ours() -> Call:
-        x, w = bf(T, H), [Weight(v.data.clone(), "fp8", v.scale) for v in weights]
-        return lambda: moe.shared_expert(NUM, x, *w, 10.0)
+        x, (w1, w3, w2) = bf(T, H), (Weight(v.data.clone(), "fp8", v.scale) for v in weights)
+        return lambda: moe.shared_expert(NUM, x, w1, w3, w2, 10.0)
 
     def dense() -> Call:
         x, w1, w3, w2 = bf(T, H), bf(I, H), bf(I, H), bf(H, I)
@@ -292,35 +296,31 @@ def sweeps() -> Iterator[tuple[str, Callable[[], Case], Callable[[], None]]]:
     """(label, case, what to set) of tiles to try; ``linear.tile``, ``moe.tiles`` and ``attention.TILE`` are set."""
     few = [(64, 64, 128, 4, 3), (64, 64, 128, 4, 4), (128, 64, 128, 8, 3), (32, 64, 128, 4, 4), (64, 64, 64, 4, 5)]
     many = [(128, 128, 64, 8, 3), (128, 128, 128, 8, 3), (128, 256, 64, 8, 3), (64, 256, 64, 4, 3)]
-    for T, tiles in ((DECODE, few), (PREFILL, many)):
-        for t in tiles:
-            for scaled in (True, False):
-                chosen = Tile(*t, scaled)
-
-                def use(chosen: Tile = chosen) -> None:
-                    linear.tile = lambda T, N: chosen
-
-                label = f"{t} {'scaled' if scaled else 'by hand'}"
-                yield f"linear T{T} {label}", lambda T=T: _linear(T, N * D, QL), use
     slim = [(64, 16, 128, 4, 4), (128, 16, 128, 4, 4), (64, 16, 256, 4, 3), (32, 16, 256, 4, 4), (128, 16, 128, 8, 4)]
     wide = [(64, 128, 64, 8, 3), (64, 128, 128, 8, 3), (128, 64, 64, 8, 3), (64, 64, 128, 4, 3)]
-    for T, tiles in ((DECODE, slim), (PREFILL, wide)):
+    products: dict[str, Callable[[int], Case]] = {
+        "linear": lambda T: _linear(T, N * D, QL),
+        "moe": lambda T: _experts(T, 8),
+    }
+    for what, T, tiles in (
+        ("moe", DECODE, slim),
+        ("linear", DECODE, few),
+        ("moe", PREFILL, wide),
+        ("linear", PREFILL, many),
+    ):
         for t in tiles:
             for scaled in (True, False):
-                chosen = Tile(*t, scaled)
-
-                def use(chosen: Tile = chosen) -> None:
-                    moe.tiles = lambda rows, slots: (chosen, chosen)
-
-                label = f"{t} {'scaled' if scaled else 'by hand'}"
-                yield f"moe T{T} {label}", lambda T=T: _experts(T, 8), use
+                label = f"{what} T{T} {t} {'scaled' if scaled else 'by hand'}"
+                yield label, partial(products[what], T), partial(_use, Tile(*t, scaled))
     for T in (DECODE, PREFILL):
-        for t in [(32, 8, 2), (32, 8, 1), (16, 8, 2), (64, 8, 1), (32, 4, 2), (32, 8, 3), (16, 4, 2)]:
+        for tile in [(32, 8, 2), (32, 8, 1), (16, 8, 2), (64, 8, 1), (32, 4, 2), (32, 8, 3), (16, 4, 2)]:
+            yield f"attend T{T} {tile}", partial(_attend, T, T == PREFILL), partial(setattr, attention, "TILE", tile)
 
-            def use(t: tuple[int, int, int] = t) -> None:
-                attention.TILE = t
 
-            yield f"attend T{T} {t}", lambda T=T: _attend(T, T == PREFILL), use
+def _use(tile: Tile) -> None:
+    """Make every product take this tile."""
+    linear.tile = lambda T, N: tile
+    moe.tiles = lambda rows, slots: (tile, tile)
 
 
 def timed(make: Callable[[], Call], set_bytes: int, repeats: int = 7) -> float:
