@@ -345,3 +345,45 @@ def test_a_damaged_library_is_named(kernel_cache: Path, tmp_path: Path):
     assert "undefined symbol: nothing" in (Library("norm", nothing="p").missing(kernel_cache) or "")
     with pytest.raises(RuntimeError, match="before the library of norm is loaded"):
         Library("norm", rms_norm="p").rms_norm(0)
+
+
+def long_scores(n: int, seed: int) -> Tensor:
+    """Five rows [5, n] with ties, holes, infinities and NaN."""
+    made = torch.Generator().manual_seed(seed)
+    scores = torch.randn(5, n, generator=made)
+    scores[1] = (scores[1] * 3).round()
+    scores[2, : n // 2] = float("-inf")
+    scores[3] = torch.where(scores[3] > 1.5, float("nan"), scores[3])
+    scores[0, n // 3] = float("inf")
+    return scores
+
+
+@pytest.mark.parametrize("k", [1, 12, 64, 512])
+@pytest.mark.parametrize("n", [1, 15, 127, 128, 1000, 1024, 2999])
+def test_selection_of_long_rows_is_the_k_best_with_lowest_index_first(compiled: Ops, n: int, k: int):
+    scores = long_scores(n, n + k)
+    chosen = compiled.select_topk(scores, k=k)
+    assert chosen.shape == (5, min(k, n))
+    for row, ids in zip(scores.tolist(), chosen, strict=True):
+        order = sorted((i for i, s in enumerate(row) if s > float("-inf")), key=lambda i: (-row[i], i))
+        assert ids[ids >= 0].tolist() == sorted(order[:k])
+
+
+def test_scores_of_many_queries_and_keys_are_those_of_one_query_alone(compiled: Ops):
+    """More queries and keys than a tile holds; a score is -inf from its query's first invisible key on."""
+    made = torch.Generator().manual_seed(4)
+    B, C, N, D, n = 2, 70, 4, 32, 1300
+    iq, iw = (torch.randn(B, C, N, *rest, generator=made).bfloat16() for rest in ((D,), ()))
+    keys = torch.randn(B, n, D, generator=made).bfloat16()
+    visible = torch.randint(0, n + 1, (B, C), generator=made)
+    visible[0, 3], visible[1, 5] = 0, n
+    got = compiled.index_scores(iq, iw, keys, visible)
+    products = torch.einsum("bchd,bnd->bchn", iq.float(), keys.float()).clamp(min=0)
+    hidden = torch.arange(n) >= visible.unsqueeze(-1)
+    want = (products * iw.float().unsqueeze(-1)).sum(2).masked_fill(hidden, float("-inf"))
+    assert torch.equal(got == float("-inf"), hidden)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-4)
+    for b, c in ((0, 0), (0, 3), (0, 31), (0, 32), (1, 5), (1, 69)):
+        row, column = slice(b, b + 1), slice(c, c + 1)
+        alone = compiled.index_scores(iq[row, column], iw[row, column], keys[row], visible[row, column])
+        assert torch.equal(alone[0, 0], got[b, c]), "the bits of a row do not depend on its neighbours"
