@@ -173,10 +173,15 @@ def show(row: dict[str, Any]) -> str:
             f"  step {r['step']}: {r['experts']} experts, {r['bytes'] / 1e6:.2f} MB, at most "
             f"{r['max_rank_bytes'] / 1e3:.0f} kB to a rank, {r['move_steps']} steps, {r['move_ms']:.1f} ms "
             f"({row['step_ms']:.0f} ms a step), planned in {r['plan_ms']:.0f} ms; "
-            f"predicted {r['predicted_before']:.3f} -> {r['predicted_after']:.3f}, "
-            f"observed {r['observed_before']:.3f} -> {r['observed_after']:.3f}"
+            f"predicted {_lb(r['predicted_before'])} -> {_lb(r['predicted_after'])}, "
+            f"observed {_lb(r['observed_before'])} -> {_lb(r['observed_after'])}"
         )
     return "\n".join(out)
+
+
+def _lb(value: float | None) -> str:
+    """A balance; – where the run ended before there was one."""
+    return "–" if value is None else f"{value:.3f}"
 
 
 def main(arguments: list[str]) -> int:

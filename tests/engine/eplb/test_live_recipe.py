@@ -19,6 +19,9 @@ def test_a_small_run_reports_every_placement_by_phase():
     assert all(1 <= s[k] < 8 for s in spans.values() for k in ("off", "static", "live"))
     assert spans["all"]["static"] != spans["all"]["off"]
     assert row["rebalances"][0]["step"] == 4 and "8 ranks x 9 slots" in live.show(row)
+    for rebalance in row["rebalances"]:
+        rebalance |= {"outcome": "moved", "observed_after": None}
+    assert "-> –" in live.show(row), "a run may end before the new placement has been seen"
 
 
 def test_still_chunks_are_judged_under_one_placement():
