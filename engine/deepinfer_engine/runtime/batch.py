@@ -6,7 +6,7 @@ to know about shapes is kept as integers (``rows``), so that building and runnin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -144,24 +144,57 @@ def build_batch(
     last = table.shape[1] - 1
     slots = table[row, np.minimum(pos // BLOCK_TOKENS, last)] * BLOCK_TOKENS + pos % BLOCK_TOKENS
 
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
-
+    moved = _Moved(device)
+    parts = {
+        "ids_T": moved.add(known[at]),
+        "pos_T": moved.add(pos),
+        "row_T": moved.add(row),
+        "lag_ids_TN": moved.add(lags),
+        "ring_slot_T": moved.add(_ring(pos, end, slot, layout.ring)),
+        "pair_slot_T": moved.add(_ring(pos, end, slot, layout.pair_ring)),
+        "ring_slot_B": moved.add(slot_B),
+        "block_slot_T": moved.add(np.where(pos >= keep_B[row], slots, PAD)),
+        "block_table_BP": moved.add(table),
+        "logits_T": moved.add(np.array(wanted, dtype=np.int64)),
+    }
+    if tails is not None:
+        parts["tail_T"] = moved.add(tails)
+    verify = _floating(rows, floating)
+    places = {name: moved.add(values) for name, values in verify.items()}
+    there = moved.all()
     return Batch(
         rows=spans,
-        ids_T=tensor(known[at]),
-        pos_T=tensor(pos),
-        row_T=tensor(row),
-        lag_ids_TN=tensor(lags),
-        ring_slot_T=tensor(_ring(pos, end, slot, layout.ring)),
-        pair_slot_T=tensor(_ring(pos, end, slot, layout.pair_ring)),
-        ring_slot_B=tensor(slot_B),
-        block_slot_T=tensor(np.where(pos >= keep_B[row], slots, PAD)),
-        block_table_BP=tensor(table),
-        tail_T=None if tails is None else tensor(tails),
-        logits_T=tensor(np.array(wanted, dtype=np.int64)),
-        floating=_floating(rows, floating, budget, tensor),
+        **({"tail_T": None} | {name: there[i] for name, i in parts.items()}),  # pyright: ignore[reportArgumentType]
+        floating=None
+        if not floating
+        else Floating(
+            rows=len(floating),
+            tokens=int(verify["count_F"].sum()),
+            budget=budget,
+            **{name: there[i] for name, i in places.items()},
+        ),
     )
+
+
+class _Moved:
+    """Arrays of one step that reach the device in one copy: a copy of its own for each would cost a launch."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.arrays: list[np.ndarray] = []
+
+    def add(self, values: np.ndarray) -> int:
+        """Take an int64 array; its number in ``all``."""
+        self.arrays.append(values)
+        return len(self.arrays) - 1
+
+    def all(self) -> list[Tensor]:
+        """The arrays as tensors on the device, without waiting; there they share one storage and no element."""
+        if self.device == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(a)) for a in self.arrays]
+        flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in self.arrays]))
+        parts = flat.to(self.device, non_blocking=True).split([a.size for a in self.arrays])
+        return [part.view(a.shape) for part, a in zip(parts, self.arrays, strict=True)]
 
 
 def _shared_out(rows: Sequence[RowInput], floating: int, budget: int) -> list[RowInput]:
@@ -175,28 +208,23 @@ def _shared_out(rows: Sequence[RowInput], floating: int, budget: int) -> list[Ro
     return out
 
 
-def _floating(
-    rows: Sequence[RowInput], floating: Sequence[RowInput], budget: int | None, tensor: Callable[[np.ndarray], Tensor]
-) -> Floating | None:
+def _floating(rows: Sequence[RowInput], floating: Sequence[RowInput]) -> dict[str, np.ndarray]:
+    """The arrays of ``Floating``; none without floating rows."""
     if not floating:
-        return None
-    F = len(floating)
-    count = np.array([r.count for r in rows[:F]], dtype=np.int64)
+        return {}
+    count = np.array([r.count for r in rows[: len(floating)]], dtype=np.int64)
     start, slot, limit, cap, order = np.array(
         [(r.start, r.slot, r.limit, r.count - 1, r.order) for r in floating], dtype=np.int64
     ).T
-    return Floating(
-        rows=F,
-        tokens=int(count.sum()),
-        slot_F=tensor(slot),
-        limit_F=tensor(limit),
-        start_F=tensor(start),
-        first_F=tensor(np.cumsum(count) - count),
-        count_F=tensor(count),
-        cap_F=tensor(cap),
-        order_F=tensor(order),
-        budget=budget,
-    )
+    return {
+        "slot_F": slot,
+        "limit_F": limit,
+        "start_F": start,
+        "first_F": np.cumsum(count) - count,
+        "count_F": count,
+        "cap_F": cap,
+        "order_F": order,
+    }
 
 
 def settle(

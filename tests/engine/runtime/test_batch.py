@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 
 from deepinfer_engine.cache.layout import PAD, KVLayout, SourceLayout
-from deepinfer_engine.runtime.batch import RowInput, build_batch
+from deepinfer_engine.runtime.batch import RowInput, _Moved, build_batch
 
 LAYOUT = KVLayout(False, 4, 16, 22, 7, 32, 32, (SourceLayout(2, 2), SourceLayout(4, 1)))
 NGRAM = 4
@@ -79,3 +80,18 @@ def test_every_field_means_what_it_says():
             span = batch.rows[b]
             assert (span.start, span.count, span.end) == (r.start, r.count, r.start + r.count)
         assert batch.ids_T.dtype == torch.int64 and batch.lag_ids_TN.is_contiguous()
+
+
+def test_arrays_that_travel_together_arrive_as_they_were():
+    rng = np.random.default_rng(3)
+    sent = [rng.integers(-9, 9, shape) for shape in ((5,), (3, 4), (0,), (2, 0), (1, 7))]
+    moved = _Moved("cpu:0")  # a device by another name than that of the host's own tensors
+    numbers = [moved.add(values.T if values.shape == (3, 4) else values) for values in sent]
+    there = moved.all()
+    for number, values in zip(numbers, sent, strict=True):
+        want = values.T if values.shape == (3, 4) else values
+        assert there[number].dtype == torch.int64 and there[number].is_contiguous()
+        assert there[number].tolist() == want.tolist()
+    before = there[1].clone()
+    there[0].fill_(77)
+    assert torch.equal(there[1], before), "no element is shared"
