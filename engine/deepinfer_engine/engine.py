@@ -608,8 +608,9 @@ def _watch(profile: Profile, config: ModelConfig, mesh: Mesh, device: str, *, re
 
 def _check_ids(request: Request, config: ModelConfig) -> None:
     """Refuse token ids outside the vocabulary, and image tokens."""
-    last = config.vocab_size - 1
-    for position, token in enumerate(request.token_ids):
+    last, ids = config.vocab_size - 1, request.token_ids
+    plain = set(map(type, ids)) <= {int} and (not ids or 0 <= min(ids) <= max(ids) <= last)
+    for position, token in enumerate(() if plain else ids):  # find the one to name
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= last:
             raise UsageError(f"request {request.id!r}: token {token!r} at position {position} is not in 0..{last}")
     if config.image_token_id is not None and config.image_token_id in request.token_ids:

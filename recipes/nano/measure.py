@@ -7,6 +7,7 @@
 ``--data`` is what ``recipes.nano.data`` wrote. An answer is right when what follows the thinking is exactly the
 expected text (for JSON: the same object). FILE gets a JSON line per set and numerics as soon as it is done,
 with the first wrong answers. ``--requests`` writes the tasks, mixed, as requests for ``deepinfer run -f`` instead.
+A set that is named twice is asked twice of one engine: with cache.prefix the second time after a prefix hit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def right(kind: str, given: str, wanted: str) -> bool:
 def score(engine: Engine, writer: Writer, name: str, items: list[tasks.Task]) -> dict[str, Any]:
     """Counts of one set and its first wrong answers."""
     wanted: dict[str, tasks.Task] = {}
-    hits, wrong, tokens = 0, [], 0
+    hits, wrong, tokens, prompt, cached, replayed = 0, [], 0, 0, 0, 0
     for i, task in enumerate(items):
         row = writer.row(task)
         wanted[str(i)] = task
@@ -55,11 +56,15 @@ def score(engine: Engine, writer: Writer, name: str, items: list[tasks.Task]) ->
         text = writer.tokenizer.decode(list(event.token_ids), skip_special_tokens=False)
         given = text.rpartition(THINK_END)[2].removesuffix("<｜end▁of▁sentence｜>")
         tokens += len(event.token_ids)
+        prompt += event.usage.prompt
+        cached += event.usage.cached
+        replayed += event.usage.replayed
         if event.finish_reason == "stop" and right(task.chat.kind, given, task.chat.answer):
             hits += 1
         elif len(wrong) < 6:
             wrong.append([task.chat.question[-90:], text[-160:], task.chat.answer])
-    return {"items": len(items), "right": hits, "share": round(hits / len(items), 4), "tokens": tokens, "wrong": wrong}
+    counts = {"items": len(items), "right": hits, "share": round(hits / len(items), 4), "tokens": tokens}
+    return counts | {"prompt": prompt, "cached": cached, "replayed": replayed, "wrong": wrong}
 
 
 def requests(writer: Writer, items: dict[str, list[tasks.Task]], sets: list[str], seed: int) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from deepinfer_engine.bench.engine_target import EngineTarget, measured_on, usable_ids
 from deepinfer_engine.bench.run import Interrupts
 from deepinfer_engine.cache.replay import DecoderReplay, ReplayShape, ReplaySpan, plan_prefill
-from deepinfer_engine.config.model import BLOCK_TOKENS
+from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.cost.work import prompt_flops
 from deepinfer_engine.errors import CapacityError, CheckFailed, Interrupted
 from deepinfer_engine.types import Request, SamplingParams
@@ -37,6 +37,7 @@ _CASES: tuple[Case, ...] = (*_MODES, "hit")
 class ReplayCell:
     """One prompt length and case. ``ratio`` and both predicted ones are against ``against``: off, and for a hit the
     bounded prefill of the whole prompt. Times in ms, medians and extremes of the rounds; ``cpu_ms`` is process time.
+    ``reached``: the measured saving as a share of what rows × layers predict.
     """
 
     tokens: int
@@ -51,22 +52,22 @@ class ReplayCell:
     cpu_ms: float
     against: str
     ratio: float
-    cpu_ratio: float
     predicted_rows: float
     predicted_flops: float
-
-    @property
-    def reached(self) -> float:
-        """Measured saving as a share of what the plan's rows × layers predict."""
-        return self.predicted_rows / self.ratio
+    reached: float
 
 
 @dataclass(frozen=True)
 class MeasuredReplay:
-    """Cells in order of lengths, then cases; ``meta`` says on what."""
+    """Cells in order of lengths, then cases; ``meta`` says on what.
+
+    ``clock``: the time that ratios are of. On CPU it is the process's own, so that other work on the machine does not
+    count; on a device it is the wall's.
+    """
 
     cells: tuple[ReplayCell, ...]
     rounds: int
+    clock: Literal["cpu_ms", "median_ms"]
     meta: dict[str, Any]
 
 
@@ -77,8 +78,8 @@ class _Times:
     cached: int = 0
     replayed: int = 0
 
-    def middle(self) -> tuple[float, float]:
-        return statistics.median(self.wall), statistics.median(self.cpu)
+    def middle(self, clock: str) -> float:
+        return statistics.median(self.cpu if clock == "cpu_ms" else self.wall)
 
 
 def measure_replay(
@@ -128,6 +129,7 @@ def measure_replay(
                     done += 1
                     progress(done, total)
         meta = measured_on(targets["off"])
+        clock = "cpu_ms" if reuse.launch.device == "cpu" else "median_ms"
     cells = []
     for length in lengths:
         for case in _CASES:
@@ -140,16 +142,22 @@ def measure_replay(
             else:
                 plan = plan_prefill(shape[case], length)
             whole = plan_prefill(shape[base], length)
-            cells.append(_cell(config, length, case, times, plan, found[length, base], whole))
-    return MeasuredReplay(tuple(cells), rounds, meta)
+            cells.append(_cell(config, length, case, times, plan, found[length, base], whole, clock))
+    return MeasuredReplay(tuple(cells), rounds, clock, meta)
 
 
 def _cell(
-    config: Any, length: int, case: Case, times: _Times, plan: ReplaySpan, other: _Times, whole: ReplaySpan
+    config: ModelConfig,
+    length: int,
+    case: Case,
+    times: _Times,
+    plan: ReplaySpan,
+    other: _Times,
+    whole: ReplaySpan,
+    clock: str,
 ) -> ReplayCell:
-    wall, cpu = times.middle()
-    other_wall, other_cpu = other.middle()
     flops = prompt_flops(config, length, start=plan.start, pivot=plan.pivot)
+    ratio, predicted = times.middle(clock) / other.middle(clock), plan.row_layers / whole.row_layers
     return ReplayCell(
         tokens=length,
         case=case,
@@ -157,15 +165,15 @@ def _cell(
         replayed=times.replayed,
         row_layers=plan.row_layers,
         gflop=flops / 1e9,
-        median_ms=wall,
+        median_ms=times.middle("median_ms"),
         min_ms=min(times.wall),
         max_ms=max(times.wall),
-        cpu_ms=cpu,
+        cpu_ms=times.middle("cpu_ms"),
         against=whole.shape.decoder,
-        ratio=wall / other_wall,
-        cpu_ratio=cpu / other_cpu,
-        predicted_rows=plan.row_layers / whole.row_layers,
+        ratio=ratio,
+        predicted_rows=predicted,
         predicted_flops=flops / prompt_flops(config, length, start=whole.start, pivot=whole.pivot),
+        reached=predicted / ratio,
     )
 
 

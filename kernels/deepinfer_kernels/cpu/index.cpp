@@ -3,7 +3,7 @@
 #include <cmath>
 #include "panel.h"
 
-static const int64_t TILE_QUERIES = 32, TILE_KEYS = 512;  // products of a tile: 256 KiB at four heads
+static const int64_t TILE_QUERIES = 32, TILE_KEYS = 256;  // products of a tile: 136 KiB at four heads
 
 // iq [B, C, N, Di], iw [B, C, N], keys [B, n, Di], visible [B, C] -> scores [B, C, n], -inf from visible on
 EXPORT void index_scores(const uint16_t* iq, const uint16_t* iw, const uint16_t* keys, const int64_t* visible,
