@@ -32,7 +32,7 @@ from deepinfer_engine.runtime.host import Capacity, host_runner, replay_shape
 from deepinfer_engine.runtime.lane import InlineLane, Lane, ThreadLane
 from deepinfer_engine.runtime.leader import lead_runner
 from deepinfer_engine.runtime.rebalance import Rebalance, Rebalancer, RebalanceSettings
-from deepinfer_engine.runtime.runner import Flight, Runner
+from deepinfer_engine.runtime.runner import Flight, Runner, StepOutput
 from deepinfer_engine.runtime.step_curve import planner_for
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
 from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checked_grammar, require_library, vocabulary
@@ -117,6 +117,7 @@ class Engine:
         self.overlap = profile.sched.overlap and runner.lane.beside
         self.times = HostTimes()
         self.drafts = DraftCounts()
+        self._survivals: dict[int, np.ndarray] = {}  # [J] by uid, of the drafts that the next step may verify
         self.steps = 0
         self._marks = ThinkMarks.of(tokenizer)
         self._tracks: dict[int, AnswerTrack] = {}
@@ -481,8 +482,7 @@ class Engine:
         events: list[TokenEvent | Completion] = []
         if out.lost:
             self.scheduler.lose(out.lost)
-        if flight.plan.draft:
-            self._observe_drafts(list(flight.drawn_rows))
+        self._observe_drafts(flight, out)
         sound: dict[int, Sequence] = {}
         seen: dict[int, int] = {}
         for drawn in self.scheduler.committed(flight.plan, out.tokens):
@@ -500,17 +500,24 @@ class Engine:
         self.times.post_ms.append((time.perf_counter() - now) * 1000)
         return events
 
-    def _observe_drafts(self, uids: list[int]) -> None:
-        """Tell the planner what the drafts of a step may be worth."""
+    def _observe_drafts(self, flight: Flight, out: StepOutput) -> None:
+        """Tell the planner what the drafts of earlier steps came to, and what those of this step may be worth."""
         planner, spec = self.scheduler.planner, self.runner.speculation
         if planner is None or spec is None:
             return
-        kept = [u for u in uids if u in self.scheduler.running]
+        judged = [(self._survivals[u][:n], out.accepted[u]) for u, n in out.verified.items() if u in self._survivals]
+        hoped = sum(float(s.sum()) for s, _ in judged)
+        if hoped:
+            planner.outcome(hoped, sum(accepted for _, accepted in judged))
+        self._survivals = {}
+        kept = [u for u in flight.drawn_rows if u in self.scheduler.running] if flight.plan.draft else []
         if kept:
             params = [self.scheduler.running[u].request.sampling for u in kept]
             regime = [regime_of(p.temperature, spec.mode) for p in params]
             logits = np.array([self.runner.confidence[u] for u in kept]) / spec.host_temperatures[regime]
-            planner.observe(survival(1 / (1 + np.exp(-logits.clip(-80, 80)))))
+            found = survival(1 / (1 + np.exp(-logits.clip(-80, 80))))
+            self._survivals = dict(zip(kept, found, strict=True))
+            planner.observe(found)
 
     def _count_drafts(self, seq: Sequence, verified: int, accepted: int, at: int) -> None:
         """Count the ``at``-th token of a row that verified drafts."""

@@ -68,13 +68,13 @@ class Tally:
         return [t / s for t, s in zip(self.tokens, self.seconds, strict=True)]
 
 
-def requests(prompts: list[list[int]], new: int, temperature: float) -> Iterator[Request]:
+def requests(prompts: list[list[int]], new: int, temperature: float, *, ignore_eos: bool = False) -> Iterator[Request]:
     """Endless requests over the prompts; sampled ones have a seed of their own."""
     number = 0
     while True:
         ids = prompts[number % len(prompts)]
         seed = None if temperature == 0 else number
-        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=new, ignore_eos=True)
+        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=new, ignore_eos=ignore_eos)
         yield Request(f"q{number}", tuple(ids), sampling)
         number += 1
 
@@ -113,7 +113,7 @@ def measure(engine: Engine, prompts: list[list[int]], rows: int, args: argparse.
     planner = engine.scheduler.planner
     assert isinstance(planner, BudgetPlanner)
     clock = time.perf_counter if args.device == "cuda" else time.process_time
-    source = requests(prompts, args.new, args.temperature)
+    source = requests(prompts, args.new, args.temperature, ignore_eos=args.ignore_eos)
     tallies = {way: Tally() for way in WAYS}
     planned = 0
     for turn in range(args.windows):
@@ -155,8 +155,9 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16,32")
     parser.add_argument("--windows", type=int, default=21)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind the answer, into text nano never saw")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     rows = [int(r) for r in args.rows.split(",")]

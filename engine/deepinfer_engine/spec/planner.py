@@ -6,7 +6,9 @@ candidates, so speculation is used where it pays.
 
 The budget must be known before the drafts are: survivals of the step's own drafts would leak drawn tokens into the
 lengths, and would make the host wait. So the planner predicts from survivals of earlier steps, kept as a histogram with
-exact means per bin (what matters is how many drafts lie above a threshold, not whose they were).
+exact means per bin (what matters is how many drafts lie above a threshold, not whose they were). Text that the
+calibration never saw may keep fewer drafts than its survivals promise; so predictions are scaled by what recent steps
+accepted over what they had hoped for.
 
 A path is left only for one that was predicted better several plans in a row; entering ``adaptive`` also takes a margin,
 because its gain is a difference of two predictions. While drafts are off nothing is learned, so from time to time one
@@ -44,13 +46,17 @@ class Choice:
 class PlannerSettings:
     """``enter_gain``: predicted gain that adaptive must show. ``enter_after`` / ``leave_after``: plans in a row that
     must agree before adaptive, or another way, is taken. ``probe_every``: plans without drafts between two fixed ones.
-    ``memory``: share of the histogram that stays at each observation."""
+    ``memory``: share of the histogram that stays at each observation, ``trust_memory``: of the hopes and outcomes.
+    ``trust_prior``: drafts that are taken to have come out as hoped. ``probe_fade``: what stays of both at a probe."""
 
     enter_gain: float = 0.005  # half of the regret that is allowed
     enter_after: int = 4
     leave_after: int = 2
     probe_every: int = 256  # a lost step in 256 costs 0.2 % at the worst published ratio of two paths
     memory: float = 0.75  # some four steps: confidences change with the text, not faster
+    trust_memory: float = 0.95  # some twenty steps: calibration changes with the kind of text
+    trust_prior: float = 16.0
+    probe_fade: float = 0.5  # after some ten probes drafts are tried again in earnest
 
 
 def prospect(survival_BJ: np.ndarray, cap_B: np.ndarray | None = None) -> np.ndarray:
@@ -143,6 +149,19 @@ class BudgetPlanner:
         self.history = SurvivalHistory(curve.draft_tokens, self.settings.memory)
         self._rival: tuple[Way, int] = ("fixed", 0)  # a better way and how many plans in a row it was better
         self._since_probe = 0
+        self._hoped = self._accepted = 0.0
+
+    @property
+    def trust(self) -> float:
+        """Drafts that recent steps accepted, over those that their survivals had promised."""
+        prior = self.settings.trust_prior
+        return (self._accepted + prior) / (self._hoped + prior)
+
+    def outcome(self, hoped: float, accepted: int) -> None:
+        """A step accepted ``accepted`` drafts; the calibrated survivals of those it verified add up to ``hoped``."""
+        keep = self.settings.trust_memory
+        self._hoped = keep * self._hoped + hoped
+        self._accepted = keep * self._accepted + accepted
 
     def observe(self, survival_BJ: np.ndarray) -> None:
         """Calibrated survivals [B, J] of a step's drafts, once they are on the host; in the order of the steps."""
@@ -159,12 +178,15 @@ class BudgetPlanner:
         everything = Choice("fixed", rows * self.curve.draft_tokens, 0.0)
         if self.verify == "fixed" or not self.history.rows:
             return everything
-        found = rates(self.curve, rows, self.history.prospect(rows), extra_ms=extra_ms)
+        gain = np.minimum(self.trust * self.history.prospect(rows), np.arange(rows * self.curve.draft_tokens + 1))
+        found = rates(self.curve, rows, gain, extra_ms=extra_ms)
         self._consider(found)
         if self.way == "off":
             self._since_probe += 1
             if self._since_probe >= self.settings.probe_every:
                 self._since_probe = 0
+                self._hoped *= self.settings.probe_fade
+                self._accepted *= self.settings.probe_fade
                 return found["fixed"]
         return found[self.way]
 

@@ -232,6 +232,26 @@ def test_without_drafts_a_fixed_step_is_run_now_and_then():
     assert [planner.plan(4).way for _ in range(3)] == ["off", "fixed", "fixed"]
 
 
+def test_drafts_that_keep_less_than_they_promise_are_given_up_and_tried_again():
+    rows = 96
+
+    def promise(planner: BudgetPlanner) -> str:
+        planner.observe(confidences(rows, 0, mean=6.0))  # nearly all of 480
+        return planner.plan(rows).way
+
+    planner = BudgetPlanner(CURVE, "adaptive")
+    assert [promise(planner) for _ in range(20)][-1] != "off" and planner.trust == 1
+    for _ in range(6):
+        planner.outcome(470.0, 20)
+        promise(planner)
+    assert planner.way == "off" and planner.trust < 0.1
+    plans = 0
+    while planner.way == "off" and plans < 20 * 256:
+        promise(planner)
+        plans += 1
+    assert 256 < plans < 20 * 256 and planner.way != "off"
+
+
 def test_fixed_verification_always_verifies_everything():
     planner = BudgetPlanner(CURVE, "fixed")
     planner.observe(confidences(96, 0, mean=-6.0))
