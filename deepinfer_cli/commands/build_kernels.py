@@ -13,9 +13,11 @@ from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
 
 if TYPE_CHECKING:
-    from deepinfer_kernels.cpp import Source
+    from deepinfer_engine.config.schema import Profile
+    from deepinfer_kernels.cpp import Built, Source
 
 _COLUMNS = ("op", "backend", "status", "seconds", "file", "reason")
+Row = tuple[str, str, str, float, str | None, str | None]
 _FORMATS = (OutputFormat.table, OutputFormat.json, OutputFormat.jsonl, OutputFormat.csv)
 
 
@@ -29,10 +31,20 @@ class Target(StrEnum):
 
 
 def command(
-    target: Annotated[Target, typer.Option("--target", help="What to compile for; this version builds cpu.")],
+    target: Annotated[
+        Target, typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100).")
+    ],
     ops: Annotated[
-        str | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the libraries these operations are in.")
+        str | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the kernels of these operations.")
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="NAME|PATH",
+            help="GPU kernels are for its shapes: deepseek-v4.1-flash, nano, a model folder or a config.json.",
+        ),
+    ] = "nano",
     profile: options.Profile = "cpu-nano",
     set_: options.Set = None,
     dry_run: Annotated[
@@ -41,54 +53,102 @@ def command(
     format: options.Format = OutputFormat.table,
     out: options.Out = None,
 ) -> None:
-    """Compile kernels for this machine into the kernel cache.
+    """Compile kernels into the kernel cache: the profile's kernels.cache_dir, or the user's cache folder.
 
-    Operations of one family share a library; a library is compiled once per source, compiler and CPU. The cache is
-    the profile's kernels.cache_dir, or the user's cache folder. Engines use what is there when they start;
-    eplb_plan is the planner's inner loop.
+    For the CPU, operations of one family share a library, compiled once per source, compiler and CPU; eplb_plan is
+    the planner's inner loop. GPU kernels are cubins for the shapes of a model and the expert slots of a rank of the
+    profile; no GPU is needed. Engines use what is there when they start.
 
     \b
     Examples:
       deepinfer build-kernels --target cpu
       deepinfer build-kernels --target cpu --ops moe_experts,rms_norm --dry-run
-      deepinfer build-kernels --target cpu --set kernels.cache_dir=/var/cache/deepinfer --format json
+      deepinfer build-kernels --target sm90 --profile h200x1-nano
+      deepinfer build-kernels --target sm100 --model deepseek-v4.1-flash --profile decode-ep64 --format json
     """
     from deepinfer_engine.config.profile import load_profile
-
-    options.accept(format, *_FORMATS, verb="build-kernels")
-    kernels = load_profile(profile, set_ or ()).profile.kernels
-    if target is not Target.cpu:
-        raise NotReadyError(
-            f"no kernels for {target} in this version: --target cpu is what can be built",
-            hint="deepinfer doctor lists what computes each operation on a machine",
-        )
     from deepinfer_kernels import cpp
 
-    wanted = _sources(ops)
-    operations = {source.name: names for source, names in wanted}
-    cache = cpp.default_cache() if kernels.cache_dir is None else Path(kernels.cache_dir)
+    options.accept(format, *_FORMATS, verb="build-kernels")
+    chosen = load_profile(profile, set_ or ()).profile
+    named = chosen.kernels.cache_dir
+    cache = cpp.default_cache() if named is None else Path(named)
+    if target is Target.ascend950:
+        raise NotReadyError(
+            f"no kernels for {target} in this version: {', '.join(t for t in Target if t is not target)} can be built",
+            hint="deepinfer doctor lists what computes each operation on a machine",
+        )
     try:
-        compiler = cpp.Compiler.find()
-        made = (cpp.plan if dry_run else cpp.build)([source for source, _ in wanted], compiler, cache)
+        if target is Target.cpu:
+            tools, rows = _for_cpu(ops, cache, dry_run)
+        else:
+            tools, rows = _for_gpu(str(target), ops, model, chosen, cache, dry_run)
     except cpp.CompilerError as exc:
         raise NotReadyError(str(exc), hint="install one (apt install g++), or name it in CXX") from None
-    rows = [
-        (op, "cpu", b.status, round(b.seconds, 2), None if b.path is None else str(b.path), b.detail)
-        for b in made
-        for op in operations[b.name]
-    ]
     if format is OutputFormat.json:
-        content = {"target": str(target), "compiler": compiler.version, "cache": str(cache), "dry_run": dry_run}
+        content = {"target": str(target), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
         objects = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
         render.deliver(render.json_text(render.document("build-kernels", {**content, "rows": objects})), out)
     else:
         render.deliver(render.rows_text(format, "build-kernels", _COLUMNS, rows), out)
-    failed = [b for b in made if b.status == "failed"]
+    failed = [row for row in rows if row[2] == "failed"]
     if failed:
         raise ArtefactError(
-            f"{len(failed)} of {len(made)} libraries were not built, first {failed[0].name}: {failed[0].detail}",
-            hint=f"the compiler is {compiler.path} ({compiler.version}); g++ 12 or newer is known to work",
+            f"{len(failed)} of {len(rows)} kernels were not built, first of {failed[0][0]}: {failed[0][5]}",
+            hint=f"compiled with {tools}; g++ 12 or newer and triton 3.6 to 3.8 are known to work",
         )
+
+
+def _for_cpu(ops: str | None, cache: Path, dry_run: bool) -> tuple[str, list[Row]]:
+    """(compiler, rows) of the C++ libraries."""
+    from deepinfer_kernels import cpp
+
+    wanted = _sources(ops)
+    operations = {source.name: names for source, names in wanted}
+    compiler = cpp.Compiler.find()
+    made = (cpp.plan if dry_run else cpp.build)([source for source, _ in wanted], compiler, cache)
+    return f"{compiler.path} ({compiler.version})", [
+        row for b in made for op in operations[b.name] for row in [_row(op, "cpu", b)]
+    ]
+
+
+def _for_gpu(
+    platform: str, ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool
+) -> tuple[str, list[Row]]:
+    """(toolchain, rows) of the Triton kernels for a model's shapes. Raises ``NotReadyError`` without triton."""
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_engine.sim.models import find_model
+    from deepinfer_kernels.triton import families
+
+    known = [name for names in families.FAMILIES.values() for name in names]
+    wanted = _named(ops, known)
+    reason = families.unusable()
+    if reason is not None:
+        what, _, install = reason.partition(": ")
+        raise NotReadyError(f"kernels for {platform} are compiled by triton, and {what}", hint=install)
+    from deepinfer_kernels.triton import build, shapes
+
+    sizes = kernel_shapes(find_model(model).config, profile)
+    found = shapes.launches(sizes, invariant=profile.numerics.batch_invariant)
+    kernels = build.kernels((op, call) for op, call in found if op in wanted)
+    made = (build.plan if dry_run else build.build)(kernels, platform, cache)
+    return build.toolchain(platform), [_row(b.op, "triton", b) for b in made]
+
+
+def _row(op: str, backend: str, built: Built) -> Row:
+    path = None if built.path is None else str(built.path)
+    return op, backend, built.status, round(built.seconds, 2), path, built.detail
+
+
+def _named(ops: str | None, known: list[str]) -> list[str]:
+    """Those of the ``known`` operations that ``--ops`` names, all without it."""
+    if ops is None:
+        return known
+    wanted = [name.strip() for name in ops.split(",")]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise UsageError(f"--ops: no compiled operation named {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
+    return wanted
 
 
 def _sources(ops: str | None) -> list[tuple[Source, list[str]]]:
@@ -99,12 +159,6 @@ def _sources(ops: str | None) -> list[tuple[Source, list[str]]]:
     from deepinfer_kernels.cpu.families import FAMILIES
 
     every = [(source(family), list(made.operations)) for family, made in FAMILIES.items()] + [(SOURCE, ["eplb_plan"])]
-    if ops is None:
-        return every
-    wanted = [name.strip() for name in ops.split(",")]
-    known = [op for _, names in every for op in names]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"--ops: no compiled operation named {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
+    wanted = _named(ops, [op for _, names in every for op in names])
     chosen = [(made, [op for op in names if op in wanted]) for made, names in every]
     return [(made, names) for made, names in chosen if names]

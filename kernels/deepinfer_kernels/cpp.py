@@ -133,16 +133,16 @@ def plan(sources: Iterable[Source], compiler: Compiler, cache: Path) -> list[Bui
 
 def build(sources: Iterable[Source], compiler: Compiler, cache: Path) -> list[Built]:
     """Compile what the cache does not have, as many at a time as there are cores. Raises ``CompilerError``."""
-    with _locked(cache / "cpu"), ThreadPoolExecutor(_cores()) as pool:
+    with locked(cache / "cpu"), ThreadPoolExecutor(cores()) as pool:
         return list(pool.map(lambda source: _compile(source, compiler, cache), sources))
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, made if needed; waits for another build to end."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

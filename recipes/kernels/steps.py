@@ -16,6 +16,7 @@ import torch
 
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.types import Request, SamplingParams
+from deepinfer_kernels.triton import launch
 
 STEPS = 8  # of a window
 
@@ -45,13 +46,14 @@ def compare(rows: int, quads: int, sets: list[str]) -> dict[str, object]:
     """Milliseconds per step of both, and the median ratio of ``quads`` quadruples of windows."""
     times: dict[str, list[float]] = {"torch": [], "triton": []}
     with decoding("reference", rows, sets) as plain, decoding("triton", rows, sets) as mine:
-        ratios = []
+        ratios, before = [], len(launch.compiled)
         for _ in range(quads):
             a, b, c, d = window(plain), window(mine), window(mine), window(plain)
             times["torch"] += [a, d]
             times["triton"] += [b, c]
             ratios.append((a + d) / (b + c))
     result = {"rows": rows, **{f"{k}_ms": round(median(v), 2) for k, v in times.items()}}
+    result |= {"compiled_at_start": before, "compiled_in_windows": len(launch.compiled) - before}
     return result | {"ratio": round(median(ratios), 3), "device": torch.cuda.get_device_name(0)}
 
 

@@ -54,11 +54,51 @@ def test_help_is_the_kept_one(capsys, monkeypatch):
     assert code == 0 and out == (TEXTS / "help_build_kernels.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", ["sm90", "sm100", "ascend950"])
-def test_targets_without_kernels_are_refused_with_what_can_be_built(capsys, target):
-    code, out, err = run(["--target", target], capsys)
+def test_a_target_without_kernels_is_refused_with_what_can_be_built(capsys):
+    code, out, err = run(["--target", "ascend950"], capsys)
     assert code == 3 and out == ""
-    assert f"no kernels for {target} in this version: --target cpu is what can be built" in err
+    assert "no kernels for ascend950 in this version: cpu, sm90, sm100 can be built" in err
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_gpu_kernels_are_built_without_a_gpu_and_found_again(capsys, cache, tmp_path, target):
+    pytest.importorskip("triton", reason="needs triton: pip install 'deepinfer-cli[cuda]'")
+    arguments = ["--target", target, "--ops", "rms_norm,mhc_collapse", "--format", "json", *cache]
+    dry = json.loads(run([*arguments, "--dry-run"], capsys)[1])
+    assert {r["status"] for r in dry["rows"]} == {"missing"} and not (tmp_path / "kernels").exists()
+    code, out, _ = run(arguments, capsys)
+    document = json.loads(out)
+    assert code == 0 and document["compiler"].startswith("triton 3.")
+    # nano norms rows of 160, of 64 (query latent and head) and of 32
+    assert [r["op"] for r in document["rows"]] == ["rms_norm"] * 3 + ["mhc_collapse"]
+    assert {r["status"] for r in document["rows"]} == {"built"} and len(document["rows"]) == len(dry["rows"])
+    for row in document["rows"]:
+        assert Path(row["file"]).read_bytes()[:4] == b"\x7fELF" and f"/{target}/" in row["file"]
+    assert not [p for p in (tmp_path / "kernels" / target).iterdir() if p.suffix == ".part"]
+    again = json.loads(run(arguments, capsys)[1])["rows"]
+    assert [(r["status"], r["file"]) for r in again] == [("cached", r["file"]) for r in document["rows"]]
+    Path(again[0]["file"]).write_bytes(b"damaged")
+    assert [r["status"] for r in json.loads(run(arguments, capsys)[1])["rows"]] == ["built"] + ["cached"] * 3
+
+
+def test_every_gpu_kernel_of_the_release_is_known_without_compiling(capsys, cache):
+    pytest.importorskip("triton", reason="needs triton: pip install 'deepinfer-cli[cuda]'")
+    arguments = ["--target", "sm100", "--model", "deepseek-v4.1-flash", "--dry-run", "--format", "json", *cache]
+    code, out, _ = run([*arguments, "--profile", "decode-ep64"], capsys)
+    from deepinfer_kernels.triton.families import FAMILIES
+
+    made_of_bytes = {"prepare_weight"}  # keeps what the checkpoint has
+    assert code == 0
+    assert {r["op"] for r in json.loads(out)["rows"]} == {n for f in FAMILIES.values() for n in f} - made_of_bytes
+
+
+def test_gpu_kernels_need_triton(capsys, cache, monkeypatch):
+    from deepinfer_kernels.triton import families
+
+    monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: None)
+    code, _, err = run(["--target", "sm90", *cache], capsys)
+    assert code == 3 and "kernels for sm90 are compiled by triton, and triton is not installed" in err
+    assert "pip install 'deepinfer-cli[cuda]'" in err
 
 
 def test_a_library_is_built_once_and_serves_every_operation_of_its_family(capsys, cache, tmp_path):
@@ -116,7 +156,7 @@ def test_a_failing_compiler_is_exit_4_with_its_message(capsys, cache, compiler, 
     compiler(then="echo 'x.cpp:1:1: error: no such thing' >&2; exit 1")
     code, out, err = run(["--target", "cpu", "--ops", "rope", *cache], capsys)
     assert code == 4 and "failed" in out
-    assert "1 of 1 libraries were not built, first norm: x.cpp:1:1: error: no such thing" in err
+    assert "1 of 1 kernels were not built, first of rope: x.cpp:1:1: error: no such thing" in err
     assert [p.name for p in (tmp_path / "kernels" / "cpu").iterdir()] == [".lock"]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepinfer_kernels.cpp import default_cache
+
 #: family → its operations; a row has the same bits in any batch unless named in ``BATCH_DEPENDENT``
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": ("rms_norm", "rope"),
@@ -35,23 +37,40 @@ BATCH_DEPENDENT = {
 OLDEST, NEWEST = (3, 6), (3, 9)
 
 
+#: where kernels that were compiled for this device are kept; None until an engine has asked
+folder: Path | None = None
+
+
 def missing(cache: Path | None = None) -> str | None:
     """What keeps Triton from running here, in one sentence with the next step; None when nothing does."""
-    return _missing()
+    global folder
+    reason = _missing()
+    if reason is None:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        folder = (cache or default_cache()) / f"sm{major}{minor}" / "triton"
+    return reason
 
 
-@functools.cache
-def _missing() -> str | None:
+def unusable() -> str | None:
+    """What keeps Triton from compiling here, which takes no device; None when nothing does."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'deepinfer-cli[cuda]'"
     version = importlib.metadata.version("triton")
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < NEWEST:
         return f"triton {version} is not between 3.6 and 3.8: pip install 'deepinfer-cli[cuda]'"
+    return None
+
+
+@functools.cache
+def _missing() -> str | None:
+    reason = unusable()
+    if reason is not None:
+        return reason
     import torch
 
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return None
+    return None if torch.cuda.is_available() else "there is no CUDA device"
 
 
 def operation(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,22 @@ import torch
 import triton
 from torch import Tensor
 
+from deepinfer_kernels.triton import families
+
 #: kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1): for tests
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+#: names of the kernels compiled in this process because no cache held them; does not grow once all shapes were met
+compiled: list[str] = []
+
+
+def _note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+    if not cache_hit:
+        compiled.append(src.name)
+
+
+triton.knobs.compilation.listener = _note
+if families.folder is not None and "TRITON_CACHE_DIR" not in os.environ:
+    triton.knobs.cache.dir = str(families.folder)
 
 
 @dataclass(frozen=True)

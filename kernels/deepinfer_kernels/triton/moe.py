@@ -135,7 +135,7 @@ def _gate_up_of(
     grid = (blocks(I, chosen.BN), _most_tiles(M, 1 if counts is None else slots, chosen.BT))
     d1, d3 = (w.data if stored == BF16 else w.data.view(uint8) for w in (w1, w3))
     launch(
-        _gate_up, grid, x, counts, d1, w1.scale, d3, w3.scale, weight, a, M, limit,
+        _gate_up, grid, x, counts, d1, w1.scale, d3, w3.scale, weight, a, M, float(limit),
         warps=chosen.warps, stages=chosen.stages, S=slots, SLOTS=power_of_two(slots), H=H, WIDTH=I, STORED=stored,
         BN=chosen.BN, BT=chosen.BT, BK=chosen.BK, SCALED=chosen.scaled,
     )  # fmt: skip

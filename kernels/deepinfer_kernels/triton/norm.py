@@ -38,7 +38,9 @@ def rms_norm(num: Numerics, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = empty(x.shape, dtype=num.act, device=x.device)
     rows, block = x.numel() // H, power_of_two(H)
     per = max(1, _ELEMENTS // block)
-    launch(_rms_norm, (blocks(rows, per),), x, weight, y, rows, eps, warps=_warps(block), H=H, ROWS=per, BLOCK=block)
+    launch(
+        _rms_norm, (blocks(rows, per),), x, weight, y, rows, float(eps), warps=_warps(block), H=H, ROWS=per, BLOCK=block
+    )
     return y
 
 

@@ -1,0 +1,138 @@
+"""Every kernel a model needs: operations are called with tensors without memory, and their launches recorded."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.reference.linear import Kind, Weight
+from deepinfer_kernels.reference.moe import ExpertBank
+from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
+from deepinfer_kernels.triton.launch import Call, recording
+
+_NUM = NUMERICS["fast"]
+#: numbers of tokens between which no operation changes its tiles or parts: one of each range
+_TOKENS = (1, 17, 33, 65)
+#: mean rows of an expert slot, likewise
+_ROWS = (1, 13, 49)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of a model that kernels are made for.
+
+    ``routers``: (experts, choices, slots of this process, expert width) of the backbone and of draft blocks.
+    ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed.
+    """
+
+    H: int
+    N: int
+    D: int
+    Dr: int
+    groups: int
+    group_out: int
+    C: int
+    sinkhorn: int
+    index_heads: int
+    Di: int
+    routers: tuple[tuple[int, int, int, int], ...]
+    products: tuple[tuple[int, int, Kind], ...]
+    rows: tuple[int, ...]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _f32(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.float32)
+
+
+def _i64(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int64)
+
+
+def _bytes(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.uint8)
+
+
+def _weight(*shape: int, kind: Kind) -> Weight:
+    *stack, outs, inner = shape
+    if kind == "fp8":
+        return Weight(_bytes(*shape), kind, _bytes(*stack, -(-outs // 32), inner // 32))
+    if kind == "fp4":
+        return Weight(_bytes(*stack, outs, inner // 2), kind, _bytes(*stack, outs, inner // 32))
+    return Weight(_empty(*shape), kind)
+
+
+def launches(shapes: Shapes, *, invariant: bool) -> Iterator[tuple[str, Call]]:
+    """(operation, launch) of every kernel, some of them more than once; ``invariant``: in the batch-invariant form."""
+    for name, arguments, options in _calls(shapes):
+        module = next(m for m in (attention, cache, hyper, index, linear, moe, norm) if hasattr(m, name))
+        form = getattr(module, f"{name}_invariant", None) if invariant else None
+        found: list[Call] = []
+        with recording(found.append):
+            (form or getattr(module, name))(_NUM, *arguments, **options)
+        yield from ((name, call) for call in found)
+
+
+def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    for T in _TOKENS:
+        for outs, inner, kind in s.products:
+            yield "linear", (_empty(T, inner), _weight(outs, inner, kind=kind)), {}
+        inner = s.N * s.D // s.groups
+        fits = (s.group_out * s.groups) % (32 * s.groups) == 0
+        grouped = _weight(s.groups, s.group_out, inner, kind="fp8" if fits else "bf16")
+        yield "linear_grouped", (_empty(T, s.groups, inner), grouped), {}
+        yield from _attention(s, T)
+        for _, _, _, width in s.routers:
+            w = (_weight(width, s.H, kind="fp8"), _weight(width, s.H, kind="fp8"), _weight(s.H, width, kind="fp8"))
+            yield "shared_expert", (_empty(T, s.H), *w, 10.0), {}
+    T = 1
+    for width in s.rows:
+        yield "rms_norm", (_empty(T, width), _empty(width), 1e-6), {}
+    angles = (_f32(T, s.Dr // 2), _f32(T, s.Dr // 2))
+    for shape in ((T, s.N, s.D), (T, s.D), (T, s.index_heads, s.Di), (T, s.Di)):
+        for inverse in (False, True):
+            yield "rope", (_empty(*shape), *angles, inverse), {}
+    yield "quantise_index_query", (_empty(T, s.index_heads, s.Di),), {}
+    for kind, width in (("window", s.D), ("global", s.D), ("index", s.Di)):
+        size = cache.record(kind, width, stored=False)[3]
+        yield "pack_rows", (_empty(T, width), kind), {}
+        yield "unpack_rows", (_bytes(T, size), kind), {}
+        yield "load_rows", (_bytes(9, size), _i64(T, 4), kind), {}
+        yield "store_rows", (_bytes(9, size), _i64(T), _bytes(T, size)), {}
+    yield "store_rows", (_f32(9, 2, s.D), _i64(T), _f32(T, 2, s.D)), {}
+    visible = _i64(T, 1)
+    keys = _empty(T, 9, s.Di)
+    yield "index_scores", (_empty(T, 1, s.index_heads, s.Di), _empty(T, 1, s.index_heads), keys, visible), {}
+    M, wide = s.C * (s.C + 2), s.C * s.H
+    eps = dict(rms_eps=1e-6, hc_eps=1e-6, iters=s.sinkhorn)
+    yield "mhc_mixes", (_empty(T, s.C, s.H), _f32(M, wide), _f32(M), _f32(3)), eps
+    yield "mhc_collapse", (_empty(T, s.C, s.H), _f32(T, s.C)), {}
+    yield "mhc_expand", (_empty(T, s.C, s.H), _empty(T, s.H), _f32(T, s.C), _f32(T, s.C, s.C)), {}
+    for experts, choices, slots, width in s.routers:
+        choice = dict(k=choices, normalise=True, scale=1.0, temperature=1.0)
+        yield "gate_topk", (_empty(T, s.H), _f32(experts, s.H), _f32(experts)), choice
+        yield "moe_combine", (_empty(T * choices, s.H), _i64(T * choices), _empty(T, s.H), choices), {}
+        w = (_weight(slots, width, s.H, kind="fp4"), _weight(slots, width, s.H, kind="fp4"))
+        bank = ExpertBank(*w, _weight(slots, s.H, width, kind="fp4"))
+        for mean in _ROWS:
+            rows = mean * slots
+            yield "moe_experts", (_empty(rows, s.H), _i64(slots), bank, _f32(rows), 10.0), {}
+
+
+def _attention(s: Shapes, T: int) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Every combination of stores a step can read."""
+    ring, entries = (_bytes(9, cache.record(kind, s.D, stored=False)[3]) for kind in ("window", "global"))
+    for r in (None, ring):
+        for slots, e in ((None, None), (_i64(T, 4), entries)):
+            places = (_empty(T, s.N, s.D), _empty(T, s.D), _i64(T, 4), r, slots, e, _f32(s.N), 1.0)
+            yield "attend_cached", places, {}
