@@ -74,11 +74,13 @@ def read_items(path: Path, defaults: SamplingParams, *, thinking: bool, raw: boo
                     item = _item(number, data, defaults, thinking=thinking, raw=raw)
                 except (UsageError, ValueError) as exc:
                     problems.append(f"line {number}: {exc}")
-                    continue
-                seen = first.setdefault(json.dumps(item.key), number)
+                    item = None
+                key = _key_of(data) if item is None else item.key
+                seen = number if key is None else first.setdefault(json.dumps(key), number)
                 if seen != number:
-                    problems.append(f"line {number}: id {item.key!r} is already on line {seen}")
-                items.append(item)
+                    problems.append(f"line {number}: id {key!r} is already on line {seen}")
+                if item is not None:
+                    items.append(item)
     except OSError as exc:
         raise UsageError(f"{path}: {exc.strerror}") from None
     if problems:
@@ -106,6 +108,16 @@ def _item(line: int, data: bytes, defaults: SamplingParams, *, thinking: bool, r
     if defaults.seed is not None:
         defaults = replace(defaults, seed=(defaults.seed + line - 1) % 2**64)
     return _batch(line, value, defaults) if "custom_id" in value else _plain(line, value, defaults, thinking, raw)
+
+
+def _key_of(data: bytes) -> str | int | None:
+    """The id of a line that is wrong elsewhere, if it can be read: one run of the check names all double ids."""
+    try:
+        value = parse_json(data.removeprefix(b"\xef\xbb\xbf").strip())
+    except ValueError:
+        return None
+    key = value.get("custom_id", value.get("id")) if isinstance(value, dict) else None
+    return key if isinstance(key, str | int) and not isinstance(key, bool) and key != "" else None
 
 
 def _batch(line: int, value: dict[str, Any], defaults: SamplingParams) -> Item:

@@ -85,6 +85,16 @@ def test_bad_line_is_reported_with_its_number(tmp_path: Path, line: object, reas
     assert reason in problem(tmp_path, line)
 
 
+def test_an_id_of_a_bad_line_counts_as_taken(tmp_path: Path):
+    with pytest.raises(UsageError) as caught:
+        read(
+            tmp_path, {"id": "a", "prompt": "x", "top_k": True}, {"id": "a", "prompt": "y"}, "{", {"id": "", "top_k": 1}
+        )
+    lines = caught.value.message.splitlines()[1:]
+    assert [line.split(":")[0] for line in lines] == ["  line 1", "  line 2", "  line 3", "  line 4"]
+    assert lines[1] == "  line 2: id 'a' is already on line 1"
+
+
 def test_all_problems_are_listed_and_counted(tmp_path: Path):
     with pytest.raises(UsageError) as caught:
         read(tmp_path, *[{"id": i} for i in range(30)])
