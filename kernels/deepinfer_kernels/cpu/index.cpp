@@ -44,13 +44,14 @@ INLINE bool any16(I16 where) {
 #endif
 }
 
-// A lower bound of the k-th best of n scores: the k-th best of the maxima of groups, of which there are n / 8. Groups
-// of k different maxima hold k scores that are at least as large. -inf where there are too few.
+// A lower bound of the k-th best of n scores: the k-th best of the maxima of about 4 k groups, of eight scores or more.
+// The groups of the k best maxima hold k scores that are at least as large. -inf where there are too few groups.
 static float bound_of_kth(const float* scores, int64_t n, int64_t k, float* maxima) {
     int64_t groups = 0;
-    for (int64_t j = 0; j + 128 <= n; j += 128, groups += 16) {
+    const int64_t span = 16 * std::max<int64_t>(8, n / (4 * k));
+    for (int64_t j = 0; j + span <= n; j += span, groups += 16) {
         F16 m = splat(-INFINITY);  // NaN is never larger
-        for (int64_t i = 0; i < 128; i += 16) m = larger(load<F16>(scores + j + i), m);
+        for (int64_t i = 0; i < span; i += 16) m = larger(load<F16>(scores + j + i), m);
         std::memcpy(maxima + groups, &m, sizeof m);
     }
     if (groups < 2 * k) return -INFINITY;
