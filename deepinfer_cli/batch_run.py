@@ -17,8 +17,9 @@ from deepinfer_engine.errors import Interrupted, PartialFailure, PeerLost, Usage
 
 if TYPE_CHECKING:
     from deepinfer_engine.launch import Launch
-    from deepinfer_engine.offline.job import Preparer, Tally
+    from deepinfer_engine.offline.job import Tally
     from deepinfer_engine.offline.lines import Item
+    from deepinfer_engine.offline.prepare import Preparer
     from deepinfer_engine.types import SamplingParams
 
 #: a file with one of these endings holds requests, any other holds one prompt per line
@@ -54,8 +55,9 @@ def read(options: BatchOptions) -> list[Item]:
 def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_digest: str) -> None:
     """Render every request, open the journal, load the model, run. Raises ``PartialFailure`` if a line failed."""
     from deepinfer_engine.engine import Engine
-    from deepinfer_engine.offline.job import BatchRun, Preparer
+    from deepinfer_engine.offline.job import BatchRun
     from deepinfer_engine.offline.journal import Journal
+    from deepinfer_engine.offline.prepare import Preparer
     from deepinfer_engine.tokens.protocol import ChatCodec
 
     checkpoint = launch.checkpoint

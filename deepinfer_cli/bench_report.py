@@ -227,7 +227,7 @@ def replay_text(measured: MeasuredReplay, form: OutputFormat) -> str:
 
 def workload_rows(workload: Workload) -> list[tuple[str, Cell]]:
     """What a workload is, for a dry run."""
-    inputs, outputs, arrivals = workload.input_tokens, workload.output_tokens, workload.arrivals
+    outputs, arrivals = workload.output_tokens, workload.arrivals
     how = {
         "closed": f"closed loop, {arrivals.concurrency} in flight",
         "open": f"open loop, {arrivals.rate_per_s} a second, burstiness {arrivals.burstiness:g}",
@@ -236,6 +236,12 @@ def workload_rows(workload: Workload) -> list[tuple[str, Cell]]:
     }[arrivals.mode]
     if arrivals.mode != "closed" and arrivals.concurrency is not None:
         how += f", at most {arrivals.concurrency} in flight"
+    total, middle, seen = None, "known to the endpoint", None
+    if workload.measured:
+        inputs = workload.input_tokens
+        total, middle = int(inputs.sum()), f"{inputs.mean():.0f} / {inputs.max()}"
+        seen = round(workload.seen_rate or 0.0, 4)
+    most = ", at most" if any(r.text is not None for r in workload.requests) else ""
     return [
         ("workload", workload.name),
         ("description", workload.description),
@@ -244,11 +250,11 @@ def workload_rows(workload: Workload) -> list[tuple[str, Cell]]:
         ("requests", len(workload.requests)),
         ("skipped for length", workload.skipped),
         ("warm-up requests", len(workload.warmup)),
-        ("prompt tokens", int(inputs.sum())),
-        ("prompt mean / longest", f"{inputs.mean():.0f} / {inputs.max()}"),
-        ("output tokens", int(outputs.sum())),
-        ("output mean / longest", f"{outputs.mean():.0f} / {outputs.max()}"),
-        ("seen before, share of prompt tokens", round(workload.seen_rate, 4)),
+        ("prompt tokens", total),
+        ("prompt mean / longest", middle),
+        (f"output tokens{most}", int(outputs.sum())),
+        (f"output mean / longest{most}", f"{outputs.mean():.0f} / {outputs.max()}"),
+        ("seen before, share of prompt tokens", seen),
         ("cache", workload.cache),
         ("arrivals", how),
     ]

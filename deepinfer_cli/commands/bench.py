@@ -326,20 +326,22 @@ def _list(form: OutputFormat) -> str:
 
 def _dry_run(workload: Workload, ask: Ask, endpoint: str | None, form: OutputFormat, out: Path | None) -> None:
     """What would run, checked as far as it can be without weights or network."""
-    rows = bench_report.workload_rows(workload)
     if endpoint is None:
         from deepinfer_cli.announce import launch_notes
         from deepinfer_engine.bench.engine_target import check_context
+        from deepinfer_engine.bench.prompts import with_tokens
         from deepinfer_engine.config.profile import load_profile
         from deepinfer_engine.launch import prepare
 
         launch = prepare(load_profile(ask.profile, ask.sets).profile, ask.model)
         launch_notes(launch, quiet=ask.quiet)
+        workload = with_tokens(workload, launch.checkpoint.directory, launch.checkpoint.config)
+        rows = bench_report.workload_rows(workload)
         check_context(workload, launch.profile, launch.checkpoint.config)
         what = f"single {ask.forward.value} forwards" if ask.forward else "engine"
         rows += [("target", what), ("profile", launch.requested.name), ("device", launch.device)]
     else:
-        rows += [("target", endpoint)]
+        rows = [*bench_report.workload_rows(workload), ("target", endpoint)]
     render.deliver(render.rows_text(form, "bench-plan", ("what", "value"), rows), out)
 
 

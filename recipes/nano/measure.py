@@ -2,11 +2,12 @@
 
     python -m recipes.nano.measure --checkpoint DIR --data DIR --out FILE [--numerics reference,float,fast]
         [--sets two_step,sort_8] [--count 500] [--profile h200x1-nano] [--seed 9000]
-    python -m recipes.nano.measure --data DIR --requests FILE.jsonl [--sets ...] [--count 30] [--seed 9100]
+    python -m recipes.nano.measure --data DIR --requests FILE.jsonl [--sets ...] [--count 30] [--seed 9100] [--texts]
 
 ``--data`` is what ``recipes.nano.data`` wrote. An answer is right when what follows the thinking is exactly the
 expected text (for JSON: the same object). FILE gets a JSON line per set and numerics as soon as it is done,
-with the first wrong answers. ``--requests`` writes the tasks, mixed, as requests for ``deepinfer run -f`` instead.
+with the first wrong answers. ``--requests`` writes the tasks, mixed, as requests for ``deepinfer run -f`` instead: as
+token ids, or with ``--texts`` as conversations that any endpoint takes.
 A set that is named twice is asked twice of one engine: with cache.prefix the second time after a prefix hit.
 """
 
@@ -67,16 +68,47 @@ def score(engine: Engine, writer: Writer, name: str, items: list[tasks.Task]) ->
     return counts | {"prompt": prompt, "cached": cached, "replayed": replayed, "wrong": wrong}
 
 
-def requests(writer: Writer, items: dict[str, list[tasks.Task]], sets: list[str], seed: int) -> list[str]:
-    """The tasks of ``sets`` in a mixed order, a JSON line each: id, token ids, greedy, at most the set's tokens."""
+def requests(
+    writer: Writer, items: dict[str, list[tasks.Task]], sets: list[str], seed: int, *, texts: bool = False
+) -> list[str]:
+    """The tasks of ``sets`` in a mixed order, a JSON line each.
+
+    Token ids: greedy, at most the set's tokens. Texts: the conversation alone.
+    """
     lines = []
     for name in sets:
         for i, task in enumerate(items[name]):
-            row = writer.row(task)
-            line = {"id": f"{name}-{i}", "token_ids": row.ids[: row.prompt], "temperature": 0.0}
-            lines.append(json.dumps(line | {"max_tokens": MOST_TOKENS.get(name, 64)}))
+            line: dict[str, Any] = {"id": f"{name}-{i}"}
+            if texts:
+                line |= conversation(task)
+            else:
+                row = writer.row(task)
+                line |= {"token_ids": row.ids[: row.prompt], "temperature": 0.0}
+                line |= {"max_tokens": MOST_TOKENS.get(name, 64)}
+            lines.append(json.dumps(line, ensure_ascii=False))
     Random(seed).shuffle(lines)
     return lines
+
+
+def conversation(task: tasks.Task) -> dict[str, Any]:
+    """The keys of a chat-completions body that render to a task's prompt. ``ValueError`` for the frame of an effort."""
+    messages = [{"role": "user", "content": task.chat.question}]
+    if task.earlier is not None:
+        earlier = [{"role": "user", "content": task.earlier.question}]
+        messages = [*earlier, {"role": "assistant", "content": task.earlier.answer}, *messages]
+    out: dict[str, Any] = {"messages": messages, "thinking": task.frame != "none"}
+    if task.frame.startswith("tools"):
+        offered = [tasks.TOOLS[i] for i in tasks.TOOL_SETS[int(task.frame[5:])]]
+        out["tools"] = [{"type": "function", "function": function(tool)} for tool in offered]
+    elif task.frame not in ("high", "none", "turn"):
+        raise ValueError(f"frame {task.frame} is none of a plain conversation")
+    return out
+
+
+def function(tool: tasks.Tool) -> dict[str, Any]:
+    """A tool as a chat-completions body describes it."""
+    schema = {"type": "object", "properties": {tool.parameter: {"type": tool.kind}}, "required": [tool.parameter]}
+    return {"name": tool.name, "description": tool.description, "parameters": schema}
 
 
 def measure(args: argparse.Namespace, writer: Writer, items: dict[str, list[tasks.Task]]) -> None:
@@ -98,6 +130,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--requests", type=Path, help="write requests there instead of scoring a checkpoint")
+    parser.add_argument("--texts", action="store_true", help="requests as conversations, not as token ids")
     parser.add_argument("--profile", default="h200x1-nano")
     parser.add_argument("--set-profile", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--numerics", default="reference")
@@ -109,7 +142,7 @@ def main() -> None:
     writer = Writer(args.data)
     items = tasks.evaluation_tasks(args.seed, args.count)
     if args.requests is not None:
-        lines = requests(writer, items, args.sets.split(","), args.seed)
+        lines = requests(writer, items, args.sets.split(","), args.seed, texts=args.texts)
         args.requests.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     elif args.checkpoint is None or args.out is None:
         parser.error("give --checkpoint and --out, or --requests")

@@ -10,6 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,10 @@ from deepinfer_engine.bench.workload import PlannedRequest, Workload
 from deepinfer_engine.config.profile import LoadedProfile
 from deepinfer_engine.config.schema import leaves
 from deepinfer_engine.errors import NotReadyError
+from deepinfer_engine.offline.lines import Item, bad_lines
 from deepinfer_engine.remote.client import Endpoint
 from deepinfer_engine.remote.stream import Interface, Piece, Stream, StreamFailed
+from deepinfer_engine.types import SamplingParams
 
 #: failures that every further request would meet too
 _FATAL = ("unreachable", "http_401", "http_403", "http_404")
@@ -74,20 +78,42 @@ class EndpointTarget:
         gpus = profile.hardware.gpus or None
         return TargetFacts(identity, profile.name, self.profile.digest, leaves(profile), hidden, gpus, reason, True)
 
+    def plan(self, workload: Workload) -> Workload:
+        """As it is: how many tokens a text has is the endpoint's to say."""
+        return workload
+
     def check(self, workload: Workload) -> None:
-        """Nothing can be refused before the endpoint is asked."""
+        """Refuse (``UsageError``) lines of a file of texts that this interface cannot carry as they are meant."""
+        texts = {r.text.line: r.text for r in (*workload.requests, *workload.warmup) if r.text is not None}
+        found = [(item.line, self._unsendable(item)) for _, item in sorted(texts.items())]
+        if problems := [f"line {line}: {text}" for line, text in found if text]:
+            raise bad_lines(Path(workload.recipe["load"]["file"]), problems)
+
+    def _unsendable(self, item: Item) -> str | None:
+        if item.model is not None and item.model != self.endpoint.model:
+            return f"model is {item.model!r}, the endpoint is asked for {self.endpoint.model!r}"
+        if item.form == "plain" and item.grammar is not None:
+            return "json_schema, regex and ebnf are our engine's; write response_format for an endpoint"
+        if self.interface == "chat":
+            if item.kind == "token_ids" or item.raw:
+                return f"{item.kind} cannot be sent as a conversation; use the interface completions"
+        elif item.kind == "messages" or item.options:
+            return "is a conversation, the interface completions has none; use the interface chat"
+        return None
 
     def prepare(self, workload: Workload, request: PlannedRequest, salt: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.endpoint.model,
-            "max_tokens": request.output_tokens,
+            "max_tokens": request.output_tokens,  # of a text the most
             "temperature": workload.sampling.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if workload.sampling.ignore_eos:
             body["ignore_eos"] = True
-        if self.interface == "completions":
+        if request.text is not None:
+            body |= _body_of(request.text, self.interface)
+        elif self.interface == "completions":
             body["prompt"] = workload.token_ids(request, self._ids, salt=salt)
         else:
             words = workload.token_ids(request, _WORD_NUMBERS, salt=salt)
@@ -95,7 +121,7 @@ class EndpointTarget:
         body |= self.extra
         return {key: value for key, value in body.items() if value is not None}
 
-    def start(self, index: int, prepared: Any, output_tokens: int) -> float:
+    def start(self, index: int, prepared: Any) -> float:
         stream = Stream(self.endpoint, self.interface)
         with self._lock:
             self._open[index] = stream
@@ -190,6 +216,20 @@ class EndpointTarget:
             cached_tokens=cached,
             finish_reason=finish,
         )
+
+
+def _body_of(item: Item, interface: Interface) -> dict[str, Any]:
+    """What a line adds to the body: its text, what belongs to its conversation, and how it wants to be drawn."""
+    if interface == "completions":
+        body: dict[str, Any] = {"prompt": list(item.content) if item.kind == "token_ids" else item.content}
+    else:
+        user = [{"role": "user", "content": item.content}]
+        body = {"messages": user if item.kind == "prompt" else item.content, **item.options}
+    neutral, own = asdict(SamplingParams()), asdict(item.sampling)
+    drawn = {key: value for key, value in own.items() if value != neutral[key] and key != "max_tokens"}
+    if "logit_bias" in drawn:
+        drawn["logit_bias"] = dict(item.sampling.logit_bias)
+    return {**body, **drawn, "temperature": item.sampling.temperature}
 
 
 def _new_tokens(piece: Piece, before: int | None) -> int | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepinfer_engine.bench.metrics import Value
+from deepinfer_engine.bench.prompts import with_tokens
 from deepinfer_engine.bench.result import host_hardware, now_utc, source_commit
 from deepinfer_engine.bench.run import Chunk, Ended, TargetFacts
 from deepinfer_engine.bench.workload import PlannedRequest, Workload
@@ -31,8 +33,8 @@ class EngineTarget:
         self.loaded = loaded
         self.launch = launch
         self._ids = usable_ids(engine)
-        self._sampling: dict[str, Any] = {}
         self._times = _Marks(engine)
+        self._streamed: dict[int, int] = {}
         #: single forwards wrote over cached blocks: nothing may be found in this cache any more
         self.overwritten = False
 
@@ -82,22 +84,32 @@ class EngineTarget:
             persistent_cache=profile.cache.prefix and profile.cache.store.backend != "none",
         )
 
+    def plan(self, workload: Workload) -> Workload:
+        return with_tokens(workload, self.launch.checkpoint.directory, self.launch.checkpoint.config)
+
     def check(self, workload: Workload) -> None:
         if self.overwritten and self.engine.profile.cache.prefix:
             raise UsageError("single forwards have written over this engine's cache", hint="open a fresh one")
         check_context(workload, self.engine.profile, self.engine.config)
 
-    def prepare(self, workload: Workload, request: PlannedRequest, salt: int) -> Any:
-        self._sampling = {
-            "temperature": workload.sampling.temperature,
-            "ignore_eos": workload.sampling.ignore_eos,
-            "seed": workload.seed,
-        }
+    def prompt(self, workload: Workload, request: PlannedRequest, salt: int) -> tuple[int, ...]:
+        """The tokens of a request."""
         return workload.token_ids(request, self._ids, salt=salt)
 
-    def start(self, index: int, prepared: Any, output_tokens: int) -> float:
+    def prepare(self, workload: Workload, request: PlannedRequest, salt: int) -> Request:
+        ids, most = self.prompt(workload, request, salt), request.output_tokens
+        if request.text is not None:
+            own = request.text.sampling
+            seed = workload.seed if own.seed is None else own.seed
+            sampling = replace(own, max_tokens=most, seed=seed)
+            return Request(str(request.index), ids, sampling, grammar=request.grammar)
+        how = workload.sampling
+        sampling = SamplingParams(how.temperature, max_tokens=most, ignore_eos=how.ignore_eos, seed=workload.seed)
+        return Request(str(request.index), ids, sampling)
+
+    def start(self, index: int, prepared: Request) -> float:
         at = time.perf_counter()
-        self.engine.submit(Request(str(index), prepared, SamplingParams(max_tokens=output_tokens, **self._sampling)))
+        self.engine.submit(prepared)
         return at
 
     def poll(self, timeout_s: float) -> Sequence[Chunk | Ended]:
@@ -105,14 +117,32 @@ class EngineTarget:
             time.sleep(timeout_s)
             return ()
         events = self.engine.step()
-        return _translated(events, time.perf_counter())
+        return self._translated(events, time.perf_counter())
 
     def abort(self) -> Sequence[Chunk | Ended]:
         out: list[Chunk | Ended] = []
         for request_id in self.engine.in_flight():
             ended = self.engine.abort(request_id)
-            out += _translated(ended, time.perf_counter())
+            out += self._translated(ended, time.perf_counter())
         return out
+
+    def _translated(self, events: Sequence[Any], now: float) -> list[Chunk | Ended]:
+        """Engine events as the run's; the tokens of one request in one step are one chunk.
+
+        The token that ends an answer is no event of its own; it comes with the completion and counts to its step.
+        """
+        counts: dict[int, int] = {}
+        for event in events:
+            index = int(event.request_id)
+            if not isinstance(event, Completion):
+                counts[index] = counts.get(index, 0) + 1
+                self._streamed[index] = self._streamed.get(index, 0) + 1
+                continue
+            silent = event.usage.generated - self._streamed.pop(index, 0)
+            if silent > 0 and event.finish_reason == "stop":
+                counts[index] = counts.get(index, 0) + silent
+        chunks: list[Chunk | Ended] = [Chunk(index, now, n) for index, n in counts.items()]
+        return chunks + [_ended(e, now) for e in events if isinstance(e, Completion)]
 
     def begin(self) -> None:
         self._times = _Marks(self.engine)
@@ -132,7 +162,7 @@ def check_context(workload: Workload, profile: Profile, config: ModelConfig) -> 
         raise CapacityError(
             f"workload {workload.name}: its longest request needs {workload.longest()} tokens, the context holds "
             f"{context}",
-            hint="raise sched.max_context_tokens, or lower load.input_tokens or load.max_input_tokens",
+            hint="raise sched.max_context_tokens, or lower the lengths of the load",
         )
 
 
@@ -195,17 +225,6 @@ def measured_on(target: EngineTarget) -> dict[str, Any]:
         "commit": source_commit(),
         "measured": now_utc(),
     }
-
-
-def _translated(events: Sequence[Any], now: float) -> list[Chunk | Ended]:
-    """Engine events as the run's; the tokens of one request in one step are one chunk."""
-    out: list[Chunk | Ended] = []
-    counts: dict[int, int] = {}
-    for event in events:
-        if not isinstance(event, Completion):
-            counts[int(event.request_id)] = counts.get(int(event.request_id), 0) + 1
-    out += [Chunk(index, now, n) for index, n in counts.items()]
-    return out + [_ended(e, now) for e in events if isinstance(e, Completion)]
 
 
 def _ended(done: Completion, now: float) -> Ended:

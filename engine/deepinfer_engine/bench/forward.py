@@ -42,6 +42,9 @@ def run_forward(
 
     Raises ``UsageError`` for a workload without concurrency in decode, ``CapacityError`` when its rows do not fit.
     """
+    workload = target.plan(workload)
+    if phase == "decode" and any(r.text is not None for r in workload.requests):
+        raise UsageError("--forward decode gives every answer its planned length, texts have none")
     check_context(workload, target.engine.profile, target.engine.config)
     lane = _Lane(target, workload)
     target.overwritten = True
@@ -168,7 +171,7 @@ class _Lane:
         limits, out, next_block = self._limits, [], [1] * self._limits.dp
         for i, request in enumerate(group):
             rank = i % limits.dp
-            ids = self._target.prepare(self._workload, request, 0)
+            ids = self._target.prompt(self._workload, request, 0)
             sampling = SamplingParams(max_tokens=request.output_tokens + 1, ignore_eos=True)
             blocks = -(-(len(ids) + request.output_tokens + 1) // BLOCK_TOKENS)
             first = rank * limits.blocks + next_block[rank]

@@ -1,4 +1,4 @@
-"""Lengths and contents of a recipe's requests: fixed, random, from a file, from public traces, sessions of an agent."""
+"""Lengths and contents of a recipe's requests: fixed, random, of a file, of public traces, of an agent, real texts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ _SPREAD = 0.8
 
 @dataclass(frozen=True)
 class Generated:
-    """Requests in order, and how many of a file were skipped for their length."""
+    """Requests in order, and how many of a file were skipped for their length.
+
+    ``warmup`` None: requests of the same lengths and contents of their own.
+    ``contents``: SHA-256 of texts that are sent.
+    """
 
     requests: tuple[PlannedRequest, ...]
     skipped: int = 0
+    warmup: tuple[PlannedRequest, ...] | None = None
+    contents: str | None = None
 
 
 def generate(spec: Recipe, folder: Path) -> Generated:
@@ -38,6 +44,11 @@ def generate(spec: Recipe, folder: Path) -> Generated:
         return Generated(tuple(_agent(spec)))
     if load.kind == "mooncake":
         return _mooncake(spec, folder)
+    if load.kind == "prompts":
+        from deepinfer_engine.bench.prompts import read_prompts
+
+        requests, warmup, contents = read_prompts(spec, _path(load, folder))
+        return Generated(requests, warmup=warmup, contents=contents)
     lengths, arrivals = _lengths(spec, folder)
     kept = [(n, m, t) for (n, m), t in zip(lengths, arrivals, strict=True) if _fits(load, n, m)]
     kept = kept if spec.requests is None else kept[: spec.requests]

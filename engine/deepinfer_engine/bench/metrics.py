@@ -46,12 +46,12 @@ class RequestRow:
 
     ``chunks``: (time, tokens) of every piece of the stream; tokens None where the endpoint does not say.
     ``due_s``: when it should have been submitted; ``error_group`` names a kind of failure, ``error`` the sentence.
-    Counts are the target's own; ``planned_*`` the workload's.
+    Counts are the target's own; ``planned_*`` the workload's, None for a text of unknown length.
     """
 
     index: int
     status: Status
-    planned_input_tokens: int
+    planned_input_tokens: int | None
     planned_output_tokens: int
     due_s: float | None = None
     submitted_s: float | None = None

@@ -20,7 +20,7 @@ from deepinfer_engine.config import complaint, resources
 from deepinfer_engine.config.yaml import Document, parse_scalar, read_yaml
 from deepinfer_engine.errors import UsageError
 
-LoadKind = Literal["fixed", "random", "file", "azure", "mooncake", "agent"]
+LoadKind = Literal["fixed", "random", "file", "azure", "mooncake", "agent", "prompts"]
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -37,12 +37,17 @@ class Section(BaseModel):
 class Load(Section):
     """How long prompts and answers are, and what prompts share."""
 
-    kind: LoadKind = Field(description="fixed, random, file (lengths), azure, mooncake (traces) or agent (sessions)")
+    kind: LoadKind = Field(
+        description="fixed, random, file (lengths), azure, mooncake (traces), agent (sessions) or prompts (real texts)"
+    )
     input_tokens: Tokens | None = Field(default=None, description="prompt length (mean of random and agent)")
-    output_tokens: Tokens | None = Field(default=None, description="answer length (mean of random and agent)")
+    output_tokens: Tokens | None = Field(
+        default=None, description="answer length (mean of random and agent; most of prompts)"
+    )
     spread: float | None = Field(default=None, ge=0.0, lt=1.0, description="random: lengths within mean x (1 ± spread)")
     shared_prefix_tokens: int = Field(default=0, ge=0, description="leading tokens that all prompts share")
-    file: Text | None = Field(default=None, description="file of lengths or trace; relative to the recipe")
+    file: Text | None = Field(default=None, description="file of lengths, trace or prompts; relative to the recipe")
+    shuffle: bool = Field(default=False, description="prompts: lines in an order drawn by the seed")
     input_column: Text = Field(default="input_tokens", description="file: column of prompt lengths")
     output_column: Text = Field(default="output_tokens", description="file: column of answer lengths")
     scale: float = Field(default=1.0, gt=0.0, le=100.0, description="factor on every length of a file or trace")
@@ -73,7 +78,7 @@ class Sampling(Section):
     """How tokens are drawn."""
 
     temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="0 is greedy")
-    ignore_eos: bool = Field(default=True, description="every answer has its planned length")
+    ignore_eos: bool = Field(default=True, description="every answer has its planned length; never of prompts")
 
 
 class Limits(Section):
@@ -169,6 +174,9 @@ def check_recipe(document: Document, folder: Path, sets: Sequence[str] = ()) -> 
     lines = [f"{document.at_value(key)}: {text}" for key, text in _relations(recipe)]
     if lines:
         raise several(document.where, lines)
+    if recipe.load.kind == "prompts":  # the model ends its answers itself
+        sampling = recipe.sampling.model_copy(update={"ignore_eos": False})
+        recipe = recipe.model_copy(update={"sampling": sampling})
     return LoadedRecipe(recipe, folder, digest_of(recipe))
 
 
@@ -228,20 +236,23 @@ def known_keys(schema: type[BaseModel], path: Sequence[str]) -> list[str] | None
 def digest_of(recipe: Recipe) -> str:
     """SHA-256 of what decides a workload: names and texts for people do not."""
     kept = recipe.model_dump(mode="json", exclude={"name", "description"})
+    if not recipe.load.shuffle:  # the key came later: workloads without it keep the digest of what was recorded
+        del kept["load"]["shuffle"]
     return hashlib.sha256(json.dumps(kept, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 #: keys of ``load`` beside its kind: which kinds need them, which may have them
 _NEEDED: dict[str, tuple[LoadKind, ...]] = {
     "input_tokens": ("fixed", "random", "agent"),
-    "output_tokens": ("fixed", "random", "agent"),
-    "file": ("file", "azure", "mooncake"),
+    "output_tokens": ("fixed", "random", "agent", "prompts"),
+    "file": ("file", "azure", "mooncake", "prompts"),
     "turns": ("agent",),
     "hit_rate": ("agent",),
 }
 _ALLOWED: dict[str, tuple[LoadKind, ...]] = {
     **_NEEDED,
     "spread": ("random",),
+    "shuffle": ("prompts",),
     "shared_prefix_tokens": ("fixed", "random", "file", "azure", "agent"),
     "input_column": ("file",),
     "output_column": ("file",),
@@ -262,6 +273,11 @@ def _relations(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         if load.kind in _NEEDED.get(key, ()) and getattr(load, key) is None:
             hint = "; give the file with load.file=PATH" if key == "file" else ""
             yield ("load",), f"load.{key} is needed by kind {load.kind}{hint}"
+    if load.kind == "prompts" and "ignore_eos" in recipe.sampling.model_fields_set and recipe.sampling.ignore_eos:
+        yield (
+            ("sampling", "ignore_eos"),
+            "sampling.ignore_eos is true; answers of kind prompts end where the model ends",
+        )
     if recipe.requests is None and load.kind in ("fixed", "random", "agent"):
         yield ("requests",), f"requests is needed by kind {load.kind}"
     if load.input_tokens is not None and load.shared_prefix_tokens >= load.input_tokens:

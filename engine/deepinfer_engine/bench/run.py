@@ -17,6 +17,7 @@ from deepinfer_engine.bench.metrics import RequestRow, RunFacts, Value, summaris
 from deepinfer_engine.bench.result import BenchResult, TargetFacts, meta_of, now_utc
 from deepinfer_engine.bench.schedule import Schedule
 from deepinfer_engine.bench.workload import PlannedRequest, Workload
+from deepinfer_engine.errors import UsageError
 
 #: longest wait for events in seconds: an interrupt is noticed within it
 _LONGEST_POLL_S = 0.2
@@ -58,6 +59,10 @@ class Target(Protocol):
         """What it is; known before anything is sent."""
         ...
 
+    def plan(self, workload: Workload) -> Workload:
+        """The workload with what only this target can know, such as how many tokens its texts have."""
+        ...
+
     def check(self, workload: Workload) -> None:
         """Refuse (``DeepInferError``) a workload that cannot run here, before anything is sent."""
         ...
@@ -66,7 +71,7 @@ class Target(Protocol):
         """What ``start`` sends for a request; made before the clock runs."""
         ...
 
-    def start(self, index: int, prepared: Any, output_tokens: int) -> float:
+    def start(self, index: int, prepared: Any) -> float:
         """Submit one request; the time of submission."""
         ...
 
@@ -121,6 +126,9 @@ def run_bench(
     one raises ``KeyboardInterrupt`` at once.
     Raises ``DeepInferError`` when the workload cannot run on the target at all.
     """
+    if salt is not None and any(r.text is not None for r in workload.requests):
+        raise UsageError(f"workload {workload.name} sends the texts of a file, a salt cannot change them")
+    workload = target.plan(workload)
     target.check(workload)
     facts = target.facts()
     report = progress or (lambda _: None)
@@ -153,7 +161,7 @@ def run_bench(
         gpus_reason=facts.gpus_reason,
         closed=workload.arrivals.mode == "closed",
         extra={"prompt_seen_share": workload.seen_rate, **counters},
-        reasons=reasons,
+        reasons={"prompt_seen_share": "how many tokens the texts have is not known here", **reasons},
     )
     summary = summarise(rows, run)
     meta = meta_of(workload, facts, salt=salt, started=started)
@@ -234,7 +242,7 @@ class _Pass:
     def _advance(self, prepared: dict[int, Any]) -> None:
         now = time.perf_counter() - self._zero
         for request in self._schedule.due(now):
-            at = self._target.start(request.index, prepared.pop(request.index), request.output_tokens)
+            at = self._target.start(request.index, prepared.pop(request.index))
             self._submitted[request.index] = at - self._zero
             self._chunks[request.index] = []
         wait = self._schedule.wait_s(time.perf_counter() - self._zero)

@@ -2,21 +2,27 @@
 
 Contents are streams: token ``i`` of stream ``s`` is a hash of (seed, salt, s, i), so two prompts share exactly the
 tokens that their segments name, on every target, without keeping any text. The salt changes all contents at once and
-nothing else: runs with different salts share no prefix.
+nothing else: runs with different salts share no prefix. Texts of a file (kind ``prompts``) have neither: they are what
+they are, and how many tokens they have is known once a target has rendered them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from deepinfer_engine.bench.recipe import Arrivals, Limits, LoadedRecipe, Recipe, Sampling, load_recipe
 from deepinfer_engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from deepinfer_engine.offline.lines import Item
+    from deepinfer_engine.types import GrammarSpec
 
 _MASK = (1 << 64) - 1
 
@@ -36,16 +42,22 @@ class PlannedRequest:
     ``arrival_s``: seconds from the start; None when a finished request starts it. ``after``: index of the request
     that must have ended ``pause_s`` before (the turn before of a session). ``seen_tokens``: leading prompt tokens that
     an earlier request of the workload has too, which is what an unlimited prefix cache could find.
+
+    ``text``: what is sent instead of segments; ``input_tokens`` is None until a tokenizer has rendered it to ``ids``,
+    and ``grammar`` is what its conversation restricts the answer to. ``output_tokens`` is then the most of an answer.
     """
 
     index: int
-    input_tokens: int
+    input_tokens: int | None
     output_tokens: int
     segments: tuple[Segment, ...]
     arrival_s: float | None = None
     after: int | None = None
     pause_s: float = 0.0
     seen_tokens: int = 0
+    text: Item | None = None
+    ids: tuple[int, ...] | None = None
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,18 @@ class Workload:
         return self.arrivals.concurrency
 
     @property
+    def measured(self) -> bool:
+        """Whether all prompt lengths are known; texts have none before they are rendered."""
+        return all(r.input_tokens is not None for r in (*self.requests, *self.warmup))
+
+    @property
     def input_tokens(self) -> np.ndarray:
-        """Planned prompt lengths, int64."""
+        """Planned prompt lengths, int64; ``UsageError`` for texts that nothing has rendered."""
+        if not self.measured:
+            raise UsageError(
+                f"workload {self.name}: how long its texts are depends on a tokenizer",
+                hint="a load of another kind states its lengths",
+            )
         return np.array([r.input_tokens for r in self.requests], dtype=np.int64)
 
     @property
@@ -81,16 +103,21 @@ class Workload:
         return np.array([r.output_tokens for r in self.requests], dtype=np.int64)
 
     @property
-    def seen_rate(self) -> float:
-        """Share of prompt tokens that an earlier prompt has too."""
+    def seen_rate(self) -> float | None:
+        """Share of prompt tokens that an earlier prompt has too; None for texts that nothing has rendered."""
+        if not self.measured:
+            return None
         return sum(r.seen_tokens for r in self.requests) / int(self.input_tokens.sum())
 
     def longest(self) -> int:
-        """Most tokens of a prompt with its answer, warm-up included."""
-        return max(r.input_tokens + r.output_tokens for r in (*self.requests, *self.warmup))
+        """Most tokens of a prompt with its answer, warm-up included; an unrendered text counts as none."""
+        return max((r.input_tokens or 0) + r.output_tokens for r in (*self.requests, *self.warmup))
 
     def token_ids(self, request: PlannedRequest, ids: np.ndarray, *, salt: int = 0) -> tuple[int, ...]:
-        """The prompt's tokens, drawn from ``ids`` (the vocabulary entries that may be used, int64)."""
+        """The prompt's tokens, drawn from ``ids`` (the vocabulary entries that may be used, int64), or a text's own."""
+        if request.ids is not None:
+            return request.ids
+        assert request.text is None, "a text is rendered before it is sent as tokens"
         parts = [
             ids[_hash(self.seed ^ salt, s.stream, s.start, s.count) % np.uint64(len(ids))] for s in request.segments
         ]
@@ -116,10 +143,10 @@ def load_workload(recipe: str | Path | LoadedRecipe, sets: Sequence[str] = ()) -
     return Workload(
         name=spec.name,
         description=spec.description,
-        digest=loaded.digest,
+        digest=loaded.digest if made.contents is None else _with(loaded.digest, made.contents),
         seed=spec.seed,
         requests=requests,
-        warmup=_warmup(spec, requests),
+        warmup=_warmup(spec, requests) if made.warmup is None else made.warmup,
         arrivals=spec.arrivals,
         cache=spec.cache,
         sampling=spec.sampling,
@@ -162,9 +189,14 @@ def _timed(spec: Recipe, requests: Sequence[PlannedRequest]) -> list[PlannedRequ
 def _warmup(spec: Recipe, requests: tuple[PlannedRequest, ...]) -> tuple[PlannedRequest, ...]:
     """Requests of the same lengths, in order and round again, whose contents nothing else has."""
     return tuple(
-        PlannedRequest(i, r.input_tokens, r.output_tokens, (Segment(-1 - i, 0, r.input_tokens),))
+        PlannedRequest(i, r.input_tokens, r.output_tokens, (Segment(-1 - i, 0, r.input_tokens or 0),))
         for i, r in ((i, requests[i % len(requests)]) for i in range(spec.warmup.requests))
     )
+
+
+def _with(digest: str, contents: str) -> str:
+    """Digest of a recipe and of the file whose contents are sent."""
+    return hashlib.sha256(f"{digest} {contents}".encode()).hexdigest()
 
 
 def _hash(seed: int, stream: int, start: int, count: int) -> np.ndarray:

@@ -55,8 +55,10 @@ class Item:
     model: str | None
 
 
-def read_items(path: Path, defaults: SamplingParams, *, thinking: bool, raw: bool = False) -> list[Item]:
+def read_items(path: Path, defaults: SamplingParams, *, thinking: bool | None, raw: bool = False) -> list[Item]:
     """All requests of a file. Settings that a line leaves out are ``defaults``; its seed is shifted by the line.
+
+    ``thinking`` is what a plain conversation does that says nothing of it; None leaves that to whoever renders it.
 
     ``UsageError`` with every bad line and every id that appears twice, by line number.
     """
@@ -99,7 +101,7 @@ def bad_lines(path: Path, problems: list[str]) -> UsageError:
     return UsageError("\n".join([f"{path}: {len(problems)} {noun}", *shown]), hint="nothing was run; correct the lines")
 
 
-def _item(line: int, data: bytes, defaults: SamplingParams, *, thinking: bool, raw: bool) -> Item:
+def _item(line: int, data: bytes, defaults: SamplingParams, *, thinking: bool | None, raw: bool) -> Item:
     if len(data) > _MAX_LINE_BYTES:
         raise UsageError(f"longer than {_MAX_LINE_BYTES} bytes")
     value = parse_json(data.removeprefix(b"\xef\xbb\xbf").strip())
@@ -155,7 +157,7 @@ def _batch(line: int, value: dict[str, Any], defaults: SamplingParams) -> Item:
     )
 
 
-def _plain(line: int, value: dict[str, Any], defaults: SamplingParams, thinking: bool, raw: bool) -> Item:
+def _plain(line: int, value: dict[str, Any], defaults: SamplingParams, thinking: bool | None, raw: bool) -> Item:
     _known(value, _PLAIN_KEYS, "")
     key = value.get("id")
     if isinstance(key, bool) or not isinstance(key, str | int) or key == "":
@@ -167,7 +169,7 @@ def _plain(line: int, value: dict[str, Any], defaults: SamplingParams, thinking:
         raise UsageError(f"{', '.join(sorted(options))} belongs to a conversation, this line has {kind}")
     if isinstance(options.get("thinking"), bool):
         options["thinking"] = {"type": "enabled" if options["thinking"] else "disabled"}
-    elif "thinking" not in options and not unconversational:
+    elif "thinking" not in options and not unconversational and thinking is not None:
         options["thinking"] = {"type": "enabled" if thinking else "disabled"}
     return Item(
         line=line,

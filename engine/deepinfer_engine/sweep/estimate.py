@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer_engine.bench.prompts import with_tokens
 from deepinfer_engine.bench.workload import Workload, load_workload
+from deepinfer_engine.config.resources import model_dir
 from deepinfer_engine.cost.steptime import decode_point
-from deepinfer_engine.sim.models import PlannedModel, find_model
+from deepinfer_engine.sim.models import EMBEDDED, PlannedModel, find_model
 from deepinfer_engine.sim.prediction import speculation_of, times
 from deepinfer_engine.sweep.job import Job
 from deepinfer_engine.sweep.run import Task
@@ -54,8 +56,11 @@ def estimate(job: Job) -> Estimate:
 
 def _cell(job: Job, task: Task, model: PlannedModel) -> CellEstimate:
     workload = load_workload(task.workload)
+    if job.target == "engine":
+        workload = with_tokens(workload, job.model or model_dir(EMBEDDED), model.config)
     runs = (*workload.requests, *workload.warmup)
-    prompt, output = sum(r.input_tokens for r in runs), sum(r.output_tokens for r in runs)
+    prompt, output = int(workload.input_tokens.sum()), sum(r.output_tokens for r in runs)
+    prompt += sum(r.input_tokens or 0 for r in workload.warmup)
     if job.target == "simulate":
         return CellEstimate(len(workload.requests), prompt, output, 0.0)
     seconds = _allowance(workload, prompt, output) if job.embedded else _simulated(task, model, workload)
@@ -77,7 +82,7 @@ def _simulated(task: Task, model: PlannedModel, workload: Workload) -> float | N
     rows = min(in_flight / profile.ranks, float(profile.sched.max_rows_per_rank))
     prompt, output = int(workload.input_tokens.sum()), int(workload.output_tokens.sum())
     context = prompt / len(workload.requests)
-    computed = prompt * (1 - workload.seen_rate if profile.cache.prefix else 1)
+    computed = prompt * (1 - (workload.seen_rate or 0.0) if profile.cache.prefix else 1)
     point = decode_point(decode, speculation_of(profile), rows, context)
     rate = prefill.tokens_per_s(profile.sched.prefill_chunk_tokens) * profile.ranks
     return computed / rate + output / (point.tokens_per_s_gpu * profile.ranks)

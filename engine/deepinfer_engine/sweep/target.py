@@ -75,7 +75,7 @@ def load_of(workload: Workload, *, prefix: bool) -> Load:
     return Load(
         input_tokens=round(prompt),
         output_tokens=round(output),
-        hit_rate=workload.seen_rate if prefix else 0.0,
+        hit_rate=(workload.seen_rate or 0.0) if prefix else 0.0,
         concurrency=workload.concurrency or len(workload.requests),
         phase="prefill" if output == 1 else None,
     )
