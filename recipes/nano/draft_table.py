@@ -48,6 +48,9 @@ class Always:
     def observe(self, survival_BJ: np.ndarray) -> None:
         self.planner.observe(survival_BJ)
 
+    def outcome(self, hoped: float, accepted: int) -> None:
+        self.planner.outcome(hoped, accepted)
+
     def plan(self, rows: int, *, extra_ms: float = 0.0) -> Choice:
         drafts = self.planner.curve.draft_tokens
         return Choice("off", 0, 0.0) if self.way == "none" else Choice("fixed", rows * drafts, 0.0)
