@@ -1,9 +1,9 @@
 """Speed of a store on a disk beside plain unbuffered I/O of the same size and depth, in interleaved rounds.
 
 A round is: plain writes, puts, plain random reads, random gets, with the same number of blocks in flight: one per
-thread, but puts as the engine hands them over, in batches through two threads. Plain writes go to a preallocated file
-that was never written, as a log's do (``fresh``), and over a written one (``rewrite``), which is the best the file
-system can do and what no store of new blocks does.
+thread, but puts two by two through half as many threads, since a writer has more than one to hand over. Plain writes
+go to a preallocated file that was never written, as a log's do (``fresh``), and over a written one (``rewrite``), which
+is the best the file system can do and what no store of new blocks does.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _measure(
                     os.preadv(fd, [buffers.get(BLOCK_BYTES)], i % blocks * BLOCK_BYTES)
 
                 write = writer(fd)
-                lanes = min(2, depth)
+                lanes = max(1, depth // 2)
                 batch = depth // lanes
                 batches = [range(i, min(i + batch, items[-1] + 1)) for i in items[::batch]]
                 seconds["fresh"].append(_timed(pool, depth, write, items))
