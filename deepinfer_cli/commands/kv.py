@@ -168,9 +168,7 @@ def gc(
 def bench(
     path: Annotated[Path, typer.Option("--path", metavar="DIR", help="Folder on the disk to measure.")],
     backend: Annotated[str, typer.Option("--backend", metavar="segment|posix", help="Kind of store.")] = "segment",
-    depth: Annotated[
-        int, typer.Option("--depth", min=1, max=64, help="Blocks in flight, for plain I/O and the store.")
-    ] = 8,
+    depth: Annotated[int, typer.Option("--depth", min=1, max=64, help="Blocks in flight, plain and of the store.")] = 8,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Interleaved rounds.")] = 7,
     blocks: Annotated[int, typer.Option("--blocks", min=16, max=65_536, help="112 KiB blocks per round.")] = 512,
     format: options.Format = OutputFormat.table,
