@@ -1,4 +1,4 @@
-"""Pictures of a sweep (matplotlib, extra ``plot``): curves and Pareto fronts as PNG.
+"""Pictures of a sweep (matplotlib, extra ``plot``): curves and Pareto fronts as PNG, every model in a panel of its own.
 
 Measured points are filled circles on a solid line, simulated ones open squares on a dashed line, vendor-read ones
 diamonds without a line. Repeats are one point with a 95 % interval.
@@ -79,14 +79,25 @@ def draw(plot: Plot, sources: Sequence[Source], keys: Sequence[str]) -> Picture:
         series = curves(every, plot.x, plot.y, plot.by)
     if not any(s.kind != "vendor" for s in series):
         return Picture(plot.name, plot.title, None, f"not drawn: no row has both {plot.x} and {plot.y}")
-    figure, axes = _figure(1)
-    _lines(axes[0], series)
-    _dress(axes[0], plot, series, columns.label(plot.x), y_label)
+    panels = _by_model(series)
+    figure, axes = _figure(len(panels))
+    for ax, of_model in zip(axes, panels, strict=True):
+        _lines(ax, of_model)
+        _dress(ax, plot, of_model, columns.label(plot.x), y_label)
     return Picture(plot.name, plot.title, _png(figure), _note(series))
 
 
 def _wanted(row: Row, rule: Mapping[str, Any]) -> bool:
     return all(any(same(row.get(key), value) for value in as_values(wanted)) for key, wanted in rule.items())
+
+
+def _by_model(series: Sequence[Series]) -> list[list[Series]]:
+    """Series by model, in order: a small model on a processor and a large one on a cluster share neither loads nor
+    speeds, and one of them would be pressed into a corner."""
+    panels: dict[str, list[Series]] = {}
+    for one in series:
+        panels.setdefault(one.model, []).append(one)
+    return list(panels.values())
 
 
 def _draw_pareto(plot: Plot, sources: Sequence[Source]) -> Picture:
@@ -162,7 +173,7 @@ def _scale(ax: Axes, plot: Plot, series: Sequence[Series]) -> None:
             axis.set_minor_formatter(ticker.NullFormatter())
         axis.set_major_formatter(ticker.FuncFormatter(_plain))
     xs = sorted({p.x for s in series if s.kind != "vendor" for p in s.points})
-    if plot.x_scale == "log" and plot.kind != "pareto" and len(xs) <= _MOST_TICKS:
+    if plot.x_scale == "log" and plot.kind != "pareto" and 0 < len(xs) <= _MOST_TICKS:
         ax.xaxis.set_major_locator(ticker.FixedLocator(xs))  # the swept values themselves
 
 

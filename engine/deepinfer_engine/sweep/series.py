@@ -36,11 +36,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points that may share a line, in ascending x."""
+    """Points that may share a line, in ascending x. ``model``: whose speed they are, "" where rows do not say."""
 
     label: str
     kind: Kind
     points: tuple[Point, ...]
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _named(found: Sequence[tuple[_Key, tuple[Point, ...]]]) -> tuple[Series, ...
     """Series with labels that tell them apart, measured ones first; hardware is named where labels would be equal."""
     labels = [_label(key, hardware=False) for key, _ in found]
     out = [
-        Series(_label(key, hardware=True) if labels.count(label) > 1 else label, key.kind, points)
+        Series(_label(key, hardware=labels.count(label) > 1), key.kind, points, str(key.model or ""))
         for (key, points), label in zip(found, labels, strict=True)
         if points
     ]

@@ -68,6 +68,17 @@ def test_pareto_panels_divide_by_gpus_or_not_and_vendor_points_have_no_line(draw
     assert found["h200: nano, 8 x sm90 (measured)"][2] == 1  # of two points with one throughput the faster user wins
 
 
+def test_models_have_panels_of_their_own_with_their_own_scales(drawn):
+    large = {"model": "large", "platform": "sm100", "gpus": 64, "output_tok_s": 1e6}
+    rows = [row(1, "simulated", x=4000, **large), row(2, "simulated", x=32_000, **large)]
+    plot = Plot(name="a", title="A", x="x", y="output_tok_s", x_scale="log")
+    made = pictures.draw(plot, [SOURCES[0], Source("laws", rows)], ("x",))
+    small, other = drawn
+    assert made.png and list(marks(small)) == ["nano, cpu (measured)"]
+    assert list(marks(other)) == ["laws: large, 64 x sm100 (simulated)"]
+    assert small.get_xlim()[1] < 4 and small.get_yscale() == other.get_yscale() == "linear"
+
+
 def test_where_leaves_rows_out_and_one_measurement_says_that_noise_is_unknown(drawn):
     plot = Plot(name="a", title="A", x="x", y="output_tok_s", where={"x": [1, 3]})
     made = pictures.draw(plot, SOURCES[:1], ("x",))
