@@ -420,6 +420,19 @@ def test_folders_of_others_are_refused(tmp_path):
         open_store(options(tmp_path / "a"), "segment")
 
 
+def test_processes_that_make_a_store_at_once_do_not_refuse_each_other(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / ".store.json.12345.part").write_text("{")  # another process is about to name it
+    open_store(options(tmp_path), "segment").close()
+    for trial in range(4):
+        writers = [spawn("segment", tmp_path / str(trial), first) for first in (0, 100_000, 200_000)]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline(), "it ended before it acknowledged a block"
+            writer.kill()
+            writer.wait()
+
+
 def test_a_store_without_a_namespace_takes_no_blocks(backend, tmp_path):
     store = open_store(options(tmp_path, namespace=None), backend)
     with pytest.raises(UsageError, match="without a namespace"):

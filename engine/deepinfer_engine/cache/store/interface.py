@@ -130,11 +130,13 @@ def claim_folder(path: Path, backend: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         found = backend_of(path)
-        if found is None:
-            if any(path.iterdir()):
+        if found is None and any(not p.name.startswith(f".{_MARKER}.") for p in path.iterdir()):
+            found = backend_of(path)  # another process may be making this store right now: its marker comes first
+            if found is None:
                 raise ArtefactError(
                     f"{path}: not empty and not a KV store", hint="give cache.store.path an empty folder"
                 )
+        if found is None:
             part = path / f".{_MARKER}.{os.getpid()}.part"
             part.write_text(json.dumps({"format": "deepinfer-kv", "version": 1, "backend": backend}) + "\n")
             part.replace(path / _MARKER)
