@@ -121,8 +121,9 @@ def rebalance_text(entry: Rebalance) -> str:
     """One rebalance in a line: what it cost, what was predicted and what came of it; or why nothing moved."""
     if entry.outcome != "moved":
         return f"rebalance at step {entry.step}: {entry.outcome}: {entry.reason}"
+    back = "back to an earlier placement, " if entry.back else ""
     text = (
-        f"rebalance at step {entry.step}: {entry.experts} experts, {_bytes(entry.bytes)} "
+        f"rebalance at step {entry.step}: {back}{entry.experts} experts, {_bytes(entry.bytes)} "
         f"(at most {_bytes(entry.max_rank_bytes)} to a rank) in {entry.move_steps} steps, {entry.move_ms:.1f} ms, "
         f"planned in {entry.plan_ms:.0f} ms beside the steps"
     )

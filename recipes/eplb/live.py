@@ -170,8 +170,8 @@ def show(row: dict[str, Any]) -> str:
             out.append(f"  step {r['step']}: {r['outcome']}: {r['reason']}")
             continue
         out.append(
-            f"  step {r['step']}: {r['experts']} experts, {r['bytes'] / 1e6:.2f} MB, at most "
-            f"{r['max_rank_bytes'] / 1e3:.0f} kB to a rank, {r['move_steps']} steps, {r['move_ms']:.1f} ms "
+            f"  step {r['step']}: {'back, ' if r['back'] else ''}{r['experts']} experts, {r['bytes'] / 1e6:.2f} MB, "
+            f"at most {r['max_rank_bytes'] / 1e3:.0f} kB to a rank, {r['move_steps']} steps, {r['move_ms']:.1f} ms "
             f"({row['step_ms']:.0f} ms a step), planned in {r['plan_ms']:.0f} ms; "
             f"predicted {_lb(r['predicted_before'])} -> {_lb(r['predicted_after'])}, "
             f"observed {_lb(r['observed_before'])} -> {_lb(r['observed_after'])}"

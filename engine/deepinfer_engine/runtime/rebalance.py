@@ -10,6 +10,10 @@ rebalance, all of it between two steps and between the same two on every rank:
    pieces are there is filled and its row of the table changes before the next step.
 
 A plan that does not pay for its moves ends after 3. The engine may stop anywhere: slots and table always agree.
+
+Between plans the newest steps are looked at, a quarter of a window at a time: when the placement before the last change
+or the first one would have been enough better on them (``eplb.fallback``), it is restored in the same way, and the
+next plan comes soon, from the steps that have shown the change.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 
+from deepinfer_engine.eplb.fallback import fallback
 from deepinfer_engine.eplb.plan_process import PlanAnswer, PlanJob, PlanProcess
 from deepinfer_engine.eplb.record import BalanceMeter, CountChunk
 from deepinfer_engine.eplb.report import Economics
@@ -39,6 +45,9 @@ MOVE_PRICE = 0.5
 MOE_SHARE = 0.5
 #: bandwidth of the link that moves are judged by, GB/s, until a rebalance has measured it
 LINK_GB_S = 50.0
+#: a look sees this share of a planning window, and no fewer steps: it must be done well before the next plan, and
+#: fewer steps of a small batch are mostly counting noise
+LOOK_SHARE, LEAST_LOOK = 4, 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class Rebalance:
     """One rebalance as it went. Times in ms; balances None where nothing was measured.
 
     ``observed_before`` is the balance of the steps since the last change up to the trigger, ``observed_after`` of
-    those after this one (up to the next trigger, or now).
+    those after this one (up to the next trigger, or now). ``back``: it restores an earlier placement; what is predicted
+    is then the balance of the steps that were looked at.
     """
 
     step: int
@@ -77,6 +87,7 @@ class Rebalance:
     plan_ms: float = 0.0
     move_ms: float = 0.0
     loop: str = ""
+    back: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +125,12 @@ class Rebalancer:
         self._process = PlanProcess()
         self._state: Literal["idle", "collect", "plan", "move"] = "idle"
         self._next = settings.window_steps
+        self._look_steps = max(settings.window_steps // LOOK_SHARE, LEAST_LOOK)
+        self._look_at: int | None = None
+        self._looking = False
+        self._end = 0
+        self._since = 0
+        self._first_LRS = self._before_LRS = watch.slot_LRS
         self._flushed: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._planned: Future[_Planned] = Future()
@@ -128,6 +145,8 @@ class Rebalancer:
         """Do what is due before step ``step`` (numbered from 0) is launched."""
         if self._state == "idle" and step >= self._next:
             self._trigger(step)
+        if self._state == "idle" and self._look_at is not None and step >= self._look_at:
+            self._look(step)
         if self._state == "collect":
             self._collect()
         if self._state == "plan":
@@ -141,7 +160,7 @@ class Rebalancer:
         if self._thread is not None:
             self._thread.join()
         self._process.release()
-        if self._state in ("collect", "plan", "move"):
+        if self._state == "move" or (self._state in ("collect", "plan") and not self._looking):
             now = self.log[-1]
             now.outcome, now.reason = "unfinished", f"the run ended while it was {now.outcome}"
         self._state = "idle"
@@ -153,6 +172,16 @@ class Rebalancer:
         self.observe()
         self.log.append(Rebalance(step, observed_before=self.span.balance().moe_lb))
         self._next = step + self.settings.period_steps
+        self._ask(step, looking=False)
+
+    def _look(self, step: int) -> None:
+        self.observe()  # what the last moves took is what these are judged by
+        self._look_at = step + self._look_steps
+        self._ask(step, looking=True)
+
+    def _ask(self, step: int, *, looking: bool) -> None:
+        """Have the counts of the steps before ``step`` sent."""
+        self._end, self._looking = step, looking
         self._flushed = self._lane.launch(self._watch.flush)
         self._state = "collect"
 
@@ -166,37 +195,48 @@ class Rebalancer:
             return
         now.observed_after = self.span.balance().moe_lb
         if now is self._moved_last:
-            now.move_ms = self._site.spent_ms()
+            spent_ms = self._site.spent_ms()
+            now.move_ms = spent_ms or now.move_ms  # what is prepared next starts the clock again
             if now.move_ms > 0 and now.max_rank_bytes:
                 self._link_gb_s = now.max_rank_bytes / now.move_ms / 1e6
 
     def _collect(self) -> None:
-        """Start planning once the counts of every step before the trigger have arrived."""
+        """Start planning, or looking, once the counts of every step asked for have arrived."""
         assert self._flushed is not None
-        trigger, settings = self.log[-1].step, self.settings
+        settings = self.settings
         if self._flushed.done():
             self._flushed.result()
             self._watch.take()
-        if self._watch.record.steps < trigger:
+        if self._watch.record.steps < self._end:
             return
-        chunks = self._watch.record.window(trigger, settings.window_steps)
+        steps, horizon, make = self._look_steps, max(self._next - self._end, 1), self._restored
+        if not self._looking:
+            steps, horizon, make = settings.window_steps, settings.period_steps, self._planned_from
+            steps, self._since = min(steps, self._end - self._since), 0
+        chunks = self._watch.record.window(self._end, steps)
         economics = Economics(
             expert_bytes=self._site.expert_bytes,
             link_gb_s=self._link_gb_s,
             moe_ms=max(self._step_ms() * MOE_SHARE, 1e-6),
-            horizon_steps=settings.period_steps,
+            horizon_steps=horizon,
         )
         self._planned = Future()
-        self._thread = threading.Thread(target=self._plan, args=(chunks, economics, self._planned), daemon=True)
+        self._thread = threading.Thread(target=self._plan, args=(make, chunks, economics, self._planned), daemon=True)
         self._thread.start()
         self._state = "plan"
 
     # ---------------------------------------------------------------- plan
 
-    def _plan(self, chunks: list[CountChunk], economics: Economics, done: Future[_Planned]) -> None:
+    def _plan(
+        self,
+        make: Callable[[list[CountChunk], Economics], _Planned],
+        chunks: list[CountChunk],
+        economics: Economics,
+        done: Future[_Planned],
+    ) -> None:
         """The planning thread: window, plan, and everything that moving will need."""
         try:
-            done.set_result(self._planned_from(chunks, economics))
+            done.set_result(make(chunks, economics))
         except BaseException as exc:  # the boundary of a thread: the engine's thread decides what it means
             done.set_exception(exc)
 
@@ -215,8 +255,24 @@ class Rebalancer:
                 MOVE_PRICE,
             )
         )
-        if answer.action != "use" or (answer.slot_LRS == slot_LRS).all():
+        return self._ordered(answer)
+
+    def _restored(self, chunks: list[CountChunk], economics: Economics) -> _Planned:
+        """The placement before the last change, the first one, or the one that runs."""
+        began, running_LRS = perf_counter(), self._watch.slot_LRS
+        found = fallback(chunks, running_LRS, (self._before_LRS, self._first_LRS), economics)
+        if found is None:
+            return _Planned(PlanAnswer(running_LRS, "keep", "", None, None, (), perf_counter() - began, ""))
+        spent_s = perf_counter() - began
+        return self._ordered(
+            PlanAnswer(found.slot_LRS, "use", found.sentence, found.before, found.after, found.gain_L, spent_s, "")
+        )
+
+    def _ordered(self, answer: PlanAnswer) -> _Planned:
+        """An answer with the order that carries it out, where there is anything to do."""
+        if answer.action != "use" or (answer.slot_LRS == self._watch.slot_LRS).all():
             return _Planned(answer)
+        settings = self.settings
         layers = sorted(range(len(answer.gain_L)), key=lambda k: (-answer.gain_L[k], k))
         order = MoveOrder(answer.slot_LRS, tuple(layers), settings.max_bytes_per_step)
         return _Planned(answer, order, self._site.prepare(order) if self._tell is None else None)
@@ -228,7 +284,14 @@ class Rebalancer:
         if not self._planned.done():
             return
         self._state = "idle"
-        now, error = self.log[-1], self._planned.exception()
+        error = self._planned.exception()
+        if self._looking:
+            if error is None and self._planned.result().order is None:
+                return
+            self.log.append(Rebalance(self._end, back=True))
+        self.observe()  # with the steps that were still on their way when this began
+        now = self.log[-1]
+        now.observed_before = self.span.balance().moe_lb
         if error is not None:
             if not isinstance(error, DeepInferError):
                 raise error
@@ -257,6 +320,7 @@ class Rebalancer:
         now.outcome, now.experts = "moving", ready.moves.experts
         now.bytes, now.max_rank_bytes = ready.moves.bytes, int(ready.moves.received_R.max())
         self._ready, self._at, self._moved_last = ready, 0, now
+        self._before_LRS = self._watch.slot_LRS
         self._state = "move"
 
     # ---------------------------------------------------------------- move
@@ -282,4 +346,8 @@ class Rebalancer:
             assert table is not None
             now.outcome, now.done_step = "moved", step
             self.span.restart(table.epoch)
+            self._look_at = step + self._look_steps
+            if now.back:  # plan again from what has shown the change, as soon as that is half a window
+                self._since = self._end - self._look_steps
+                self._next = min(self._next, step + self._look_steps)
             self._state, self._ready = "idle", None

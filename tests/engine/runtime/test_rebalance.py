@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
+from deepinfer_engine.eplb.plan_process import PlanAnswer, PlanJob
 from deepinfer_engine.runtime.batch import RowInput, build_batch
 from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.types import Request, SamplingParams
@@ -100,6 +102,8 @@ def test_switching_under_load_changes_no_token_and_no_bit_of_a_fixed_batch(
     sets = (LIVE, *EXACT, f"sched.overlap={overlap}", f"eplb.max_bytes_per_step={limit}")
     with open_engine(model, *sets) as engine:
         wait_for_plans(engine)
+        assert engine._rebalancer is not None
+        engine._rebalancer._look_steps = 1000  # what is moved stays: the bits are to be those of other slots
         before, experts, slots = logits(engine), weights_by_expert(engine), engine.runner.mesh.placement.slots_LRS
         assert [c.token_ids for c in engine.generate(work())] == want
         engine.balance(now=True)
@@ -130,6 +134,40 @@ def test_a_plan_that_does_not_pay_is_not_executed(model: Path):
         (entry,) = engine.rebalances
     assert entry.outcome == "kept" and entry.experts == 0
     assert "keep the old plan" in entry.reason and "< cost" in entry.reason
+
+
+def test_a_plan_that_the_next_steps_refute_is_taken_back_and_another_follows_soon(model: Path, want):
+    with open_engine(model, "eplb.period_steps=100", "eplb.window_steps=16", *EXACT) as engine:
+        wait_for_plans(engine)
+        rebalancer = engine._rebalancer
+        assert rebalancer is not None
+        rebalancer._step_ms = lambda: 1e6  # whatever is better pays
+        planned = rebalancer._process.plan
+
+        def refuted(job: PlanJob) -> PlanAnswer:
+            """The opposite of a plan: the ranks in the order of their experts' loads, the hottest together."""
+            rebalancer._process.plan = planned  # pyright: ignore[reportAttributeAccessIssue]
+            load_LE = job.counts_MLE.sum(axis=0)
+            slots = []
+            for load_E in load_LE:
+                spare = [int(load_E.argmin())] * (job.slot_LRS[0].size - len(load_E))
+                slots.append(np.array([*np.argsort(-load_E), *spare]).reshape(job.slot_LRS[0].shape))
+            return PlanAnswer(np.stack(slots), "use", "for the test", 2.0, 1.0, (1.0,) * len(slots), 0.0, "")
+
+        rebalancer._process.plan = refuted  # pyright: ignore[reportAttributeAccessIssue]
+        before = logits(engine)
+        assert [c.token_ids for c in engine.generate(work())] == want
+        engine.balance(now=True)
+        bad, back, *after = engine.rebalances
+        assert torch.equal(logits(engine), before)
+    assert (bad.step, bad.outcome, bad.back) == (16, "moved", False)
+    # four steps under the plan are enough to see it, four more and the next plan is made from both
+    assert bad.done_step is not None and back.done_step is not None
+    assert (back.step, back.outcome, back.back) == (bad.done_step + 4, "moved", True)
+    assert back.predicted_before is not None and back.predicted_after is not None
+    assert back.predicted_before > back.predicted_after and "back to an earlier placement" in back.reason
+    assert back.observed_before == pytest.approx(back.predicted_before)
+    assert after and after[0].step == back.done_step + 4 and not after[0].back
 
 
 def test_processes_that_work_out_other_moves_change_nothing_and_say_so(model: Path):
