@@ -1,11 +1,12 @@
 """Step time of nano against the number of virtual expert-parallel ranks, in one process.
 
-    python -m recipes.eplb.width [--ep 1,2,4,8,16,64,128] [--rows 16] [--rounds 30] [--steps 6] [--out FILE.jsonl]
+    python -m recipes.eplb.width [--ep 1,2,4,8,16,64,128,64+1] [--rows 16] [--rounds 30] [--steps 6] [--out FILE.jsonl]
 
 An engine per size is open at once, each with as many data-parallel as expert-parallel ranks and the same requests in
 flight. In every round each engine in turn decodes ``--steps`` steps, in an order that is shuffled by round, so what
-else the machine does meets all sizes alike. Time is CPU time of the process, all its threads; a ratio compares two
-sizes within a round. Exit 6 when the median ratio of a size to the first one is over ``--limit``.
+else the machine does meets all sizes alike. ``64+1`` is 64 ranks with one redundant expert each: as many slots as 128
+ranks have, on which every expert of nano is there twice. Time is CPU time of the process, all its threads; a ratio
+compares two sizes within a round. Exit 6 when the median ratio of a size to the first one is over ``--limit``.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ WARM_STEPS = 8
 PROMPT_TOKENS = 32
 
 
-def opened(ep: int, rows: int, tokens: int) -> Engine:
-    """An engine of ``ep`` ranks with ``rows`` requests submitted that decode ``tokens`` tokens each."""
+def opened(size: str, rows: int, tokens: int) -> Engine:
+    """An engine of ``size`` (``EP`` or ``EP+REDUNDANT``) with ``rows`` requests of ``tokens`` tokens submitted."""
+    ep, _, redundant = size.partition("+")
     sets = [
         f"parallel.ep={ep}",
         f"parallel.dp={ep}",
-        f"sched.max_rows_per_rank={-(-rows // ep)}",
+        f"parallel.redundant_experts_per_rank={redundant or 0}",
+        f"sched.max_rows_per_rank={-(-rows // int(ep))}",
         "sched.overlap=false",
         "spec.verify=off",
     ]
@@ -50,9 +53,9 @@ def opened(ep: int, rows: int, tokens: int) -> Engine:
     return engine
 
 
-def measure(sizes: list[int], rows: int, rounds: int, steps: int) -> dict[int, list[float]]:
+def measure(sizes: list[str], rows: int, rounds: int, steps: int) -> dict[str, list[float]]:
     """CPU milliseconds per decode step by size, one number per round."""
-    spent: dict[int, list[float]] = {ep: [] for ep in sizes}
+    spent: dict[str, list[float]] = {ep: [] for ep in sizes}
     with contextlib.ExitStack() as stack:
         tokens = WARM_STEPS + (rounds + 1) * steps + PROMPT_TOKENS
         engines = {ep: stack.enter_context(opened(ep, rows, tokens)) for ep in sizes}
@@ -69,7 +72,7 @@ def measure(sizes: list[int], rows: int, rounds: int, steps: int) -> dict[int, l
     return spent
 
 
-def summary(spent: dict[int, list[float]]) -> dict[int, dict[str, float]]:
+def summary(spent: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Per size: the median step in ms, the median ratio to the first size, and its middle half."""
     first = next(iter(spent.values()))
     out = {}
@@ -82,18 +85,18 @@ def summary(spent: dict[int, list[float]]) -> dict[int, dict[str, float]]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ep", default="1,2,4,8,16,64,128", help="sizes; the first is what the others are held to")
+    parser.add_argument("--ep", default="1,2,4,8,16,64,128,64+1", help="sizes; others are held to the first")
     parser.add_argument("--rows", type=int, default=16, help="requests in flight, over all ranks")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=6, help="steps of an engine in a round")
     parser.add_argument("--limit", type=float, default=1.2, help="largest ratio to the first size")
     parser.add_argument("--out", type=Path, help="append one JSON line")
     given = parser.parse_args(arguments)
-    sizes = [int(text) for text in given.ep.split(",")]
+    sizes = given.ep.split(",")
     found = summary(measure(sizes, given.rows, given.rounds, given.steps))
-    print(f"{'EP':>4}{'step ms':>10}{'ratio':>8}  middle half")
+    print(f"{'EP':>6}{'step ms':>10}{'ratio':>8}  middle half")
     for ep, row in found.items():
-        print(f"{ep:>4}{row['step_ms']:>10.2f}{row['ratio']:>8.3f}  {row['ratio_p25']:.3f} to {row['ratio_p75']:.3f}")
+        print(f"{ep:>6}{row['step_ms']:>10.2f}{row['ratio']:>8.3f}  {row['ratio_p25']:.3f} to {row['ratio_p75']:.3f}")
     if given.out is not None:
         row: dict[str, Any] = {"measurement": "ep-width", "rows": given.rows, "rounds": given.rounds}
         row |= {"steps": given.steps, "commit": commit(), "sizes": found}
