@@ -21,7 +21,59 @@ from deepinfer_kernels.triton.launch import blocks, contiguous, launch
 
 #: storage of a weight in the kernels: bf16, E4M3 in 32 × 32 tiles, MXFP4
 BF16, FP8, FP4 = 0, 1, 2
-_FP8, _FP4 = tl.constexpr(FP8), tl.constexpr(FP4)
+
+
+@triton.jit
+def _bf16_dot(acc, W, rows, n, x, k0, K: tl.constexpr, BK: tl.constexpr):
+    k = k0 + tl.arange(0, BK)
+    w = tl.load(W + n[:, None] * K + k[None, :], mask=(n < rows)[:, None] & (k < K)[None, :], other=0.0)
+    return dot(w, x, acc)
+
+
+@triton.jit
+def _fp8_dot(acc, W, S, rows, n, x, k0, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr):
+    known = (n < rows)[:, None]
+    k, group = k0 + tl.arange(0, BK), k0 // 32 + tl.arange(0, BK // 32)
+    w = tl.load(W + n[:, None] * K + k[None, :], mask=known & (k < K)[None, :], other=0)
+    at = (n // 32)[:, None] * (K // 32) + group[None, :]
+    s = tl.load(S + at, mask=known & (group < K // 32)[None, :], other=0)
+    if INTERPRETED:
+        acc = dot(bf16(e4m3_value(w) * _spread(e8m0_value(s), BN, BK // 32, 32)), x, acc)
+    elif SCALED:
+        acc = tl.dot_scaled(w, s, "e4m3", x, None, "bf16", acc=acc, fast_math=True)
+    else:
+        scale = (s.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
+        value = w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+        acc = tl.dot(value * _spread(scale, BN, BK // 32, 32), x, acc)
+    return acc
+
+
+@triton.jit
+def _fp4_dot(acc, W, S, rows, n, x, k0, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr):
+    known = (n < rows)[:, None]
+    b, group = k0 // 2 + tl.arange(0, BK // 2), k0 // 32 + tl.arange(0, BK // 32)
+    w = tl.load(W + n[:, None] * (K // 2) + b[None, :], mask=known & (b < K // 2)[None, :], other=0)
+    s = tl.load(S + n[:, None] * (K // 32) + group[None, :], mask=known & (group < K // 32)[None, :], other=0)
+    if INTERPRETED:
+        code = w.to(tl.int32)
+        value = tl.interleave(e2m1_value(code & 15), e2m1_value(code >> 4))
+        acc = dot(bf16(value * _spread(e8m0_value(s), BN, BK // 32, 32)), x, acc)
+    elif SCALED:
+        acc = tl.dot_scaled(w, s, "e2m1", x, None, "bf16", acc=acc, fast_math=True)
+    else:
+        scale = _spread((s.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True), BN, BK // 32, 16)
+        c = w.to(tl.uint16)
+        low = (((c & 7) << 6) | ((c & 8) << 12)).to(tl.bfloat16, bitcast=True)
+        high = (((c & 0x70) << 2) | ((c & 0x80) << 8)).to(tl.bfloat16, bitcast=True)
+        back = tl.full((BN, BK // 2), 8.507059173023462e37, tl.bfloat16)
+        acc = tl.dot(tl.interleave(low * back * scale, high * back * scale), x, acc)
+    return acc
+
+
+@triton.jit
+def _spread(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [ROWS, GROUPS], each for ``GROUP`` neighbours."""
+    return tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, GROUP)).reshape(ROWS, GROUPS * GROUP)
 
 
 @triton.jit
@@ -30,44 +82,13 @@ def weight_dot(
     K: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BT] + W[n, k0 : k0 + BK] · x [BK, BT]; rows ``n`` [BN] below ``rows`` exist, columns below K."""
-    known = (n < rows)[:, None]
     if STORED == 0:
-        k = k0 + tl.arange(0, BK)
-        w = tl.load(W + n[:, None] * K + k[None, :], mask=known & (k < K)[None, :], other=0.0)
-        return dot(w, x, acc)
-    group = k0 // 32 + tl.arange(0, BK // 32)
-    row = n if STORED == _FP4 else n // 32
-    s = tl.load(S + row[:, None] * (K // 32) + group[None, :], mask=known & (group < K // 32)[None, :], other=0)
-    if STORED == _FP8:
-        k = k0 + tl.arange(0, BK)
-        w = tl.load(W + n[:, None] * K + k[None, :], mask=known & (k < K)[None, :], other=0)
+        acc = _bf16_dot(acc, W, rows, n, x, k0, K, BK)
+    elif STORED == 1:
+        acc = _fp8_dot(acc, W, S, rows, n, x, k0, K, BN, BK, SCALED)
     else:
-        k = k0 // 2 + tl.arange(0, BK // 2)
-        w = tl.load(W + n[:, None] * (K // 2) + k[None, :], mask=known & (k < K // 2)[None, :], other=0)
-    if SCALED and not INTERPRETED:
-        if STORED == _FP8:
-            return tl.dot_scaled(w, s, "e4m3", x, None, "bf16", acc=acc, fast_math=True)
-        else:
-            return tl.dot_scaled(w, s, "e2m1", x, None, "bf16", acc=acc, fast_math=True)
-    if INTERPRETED:
-        scale = tl.broadcast_to(e8m0_value(s)[:, :, None], (BN, BK // 32, 32)).reshape(BN, BK)
-        if STORED == _FP8:
-            value = e4m3_value(w)
-        else:
-            code = w.to(tl.int32)
-            value = tl.interleave(e2m1_value(code & 15), e2m1_value(code >> 4))
-        return dot(bf16(value * scale), x, acc)
-    scale = (s.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
-    if STORED == _FP8:
-        scale = tl.broadcast_to(scale[:, :, None], (BN, BK // 32, 32)).reshape(BN, BK)
-        return tl.dot(w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16) * scale, x, acc)
-    else:
-        scale = tl.broadcast_to(scale[:, :, None], (BN, BK // 32, 16)).reshape(BN, BK // 2)
-        c = w.to(tl.uint16)
-        low = (((c & 7) << 6) | ((c & 8) << 12)).to(tl.bfloat16, bitcast=True)
-        high = (((c & 0x70) << 2) | ((c & 0x80) << 8)).to(tl.bfloat16, bitcast=True)
-        back = tl.full((BN, BK // 2), 8.507059173023462e37, tl.bfloat16)
-        return tl.dot(tl.interleave(low * back * scale, high * back * scale), x, acc)
+        acc = _fp4_dot(acc, W, S, rows, n, x, k0, K, BN, BK, SCALED)
+    return acc
 
 
 @triton.jit(do_not_specialize=["T"])
