@@ -28,7 +28,7 @@ def run(**environment: str) -> None:
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_every_kernel_agrees_with_the_reference_in_the_interpreter():
     run(TRITON_INTERPRET="1")
 
@@ -37,6 +37,37 @@ def test_every_kernel_agrees_with_the_reference_in_the_interpreter():
 @pytest.mark.timeout(600)
 def test_every_kernel_agrees_with_the_reference_on_the_device():
     run()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("platform", ["sm90", "sm100"])
+def test_kernels_of_every_kind_compile_for_a_gpu_that_is_not_there(tmp_path: Path, platform: str):
+    """One of each function, storage and record kind at nano's shapes; build-kernels makes them all."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from deepinfer_engine.config.profile import load_profile\n"
+        "from deepinfer_engine.model.kernel_shapes import kernel_shapes\n"
+        "from deepinfer_engine.sim.models import find_model\n"
+        "from deepinfer_kernels.triton import build, shapes\n"
+        "sizes = kernel_shapes(find_model('nano').config, load_profile('h200x1-nano').profile)\n"
+        "one = {}\n"
+        "for k in build.kernels(shapes.launches(sizes, invariant=False)):\n"
+        "    constants = dict(k.constants)\n"
+        "    named = {name: constants[i] for i, (name, _) in enumerate(k.signature) if i in constants}\n"
+        "    one.setdefault((k.function, named.get('STORED'), named.get('KIND'), named.get('PARTS', 1) > 1), k)\n"
+        "for k in one.values():\n"
+        "    made = build._compile(k, sys.argv[1], build.toolchain(sys.argv[1]), Path(sys.argv[2]))\n"
+        "    print(made.name, made.status, made.detail or '')\n"
+    )
+    (tmp_path / platform).mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", code, platform, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    status = [line.split(" ", 2)[:2] for line in done.stdout.splitlines()]
+    assert len(status) > 20 and {s for _, s in status} == {"built"}, done.stdout
 
 
 def test_what_is_announced_is_what_the_modules_hold():

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import quantise
-from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.linear import Weight, in_halves
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops
 from deepinfer_kernels.triton import families, launch
 
 DEVICE = "cpu" if launch.INTERPRETED else "cuda"
-SIZES = (1, 2, 7, 40)
+SIZES = (1, 2, 7, 40) if not launch.INTERPRETED else (2, 7, 40)
 OPERATIONS = [name for names in families.FAMILIES.values() for name in names]
 H, C, E, K, WIDTH, N, D = 160, 4, 12, 3, 96, 5, 64
 
@@ -79,7 +79,7 @@ def fp8(*shape: int) -> Weight:
 def fp4(*shape: int) -> Weight:
     w = torch.randn(*shape) * shape[-1] ** -0.5
     data, scale = quantise.quantise_mxfp4(w)
-    return Weight(data, "fp4", scale)
+    return Weight(in_halves(data), "fp4", scale, True)
 
 
 def rows_of(T: int, width: int) -> Tensor:
@@ -149,7 +149,8 @@ def on_device(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(DEVICE)
     if isinstance(value, Weight):
-        return Weight(on_device(value.data), value.kind, None if value.scale is None else on_device(value.scale))
+        scale = None if value.scale is None else on_device(value.scale)
+        return Weight(on_device(value.data), value.kind, scale, value.halves)
     if isinstance(value, ExpertBank):
         return ExpertBank(*(on_device(w) for w in (value.w1, value.w3, value.w2)))
     return tuple(on_device(v) for v in value) if isinstance(value, tuple) else value
@@ -327,10 +328,10 @@ def test_streams_of_other_numbers():
         check("mhc_expand", run(TRITON, "mhc_expand", arguments, {}), REFERENCE.mhc_expand(*arguments))
 
 
-@pytest.mark.parametrize("heads", [1, 16, 70])
+@pytest.mark.parametrize("heads", [1, 70])
 def test_attention_with_other_heads_and_without_stores(heads: int):
-    (_, local, window, ring, slots, entries, _, _), _ = make("attend_cached", 7)
-    q, sink = bf(7, heads, D), torch.randn(heads)
+    (_, local, window, ring, slots, entries, _, _), _ = make("attend_cached", 3)
+    q, sink = bf(3, heads, D), torch.randn(heads)
     for stores in ((ring, None, None), (None, slots, entries), (None, None, None), (ring, slots[:, :0], entries)):
         places = window if stores[0] is not None else window.clamp(min=-1)
         arguments = (q, local, places, *stores, sink, D**-0.5)

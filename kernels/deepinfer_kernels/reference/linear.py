@@ -24,12 +24,14 @@ class Weight:
     """A prepared weight [..., out, in] and the kind that says how its input is treated.
 
     ``data`` holds the matrix itself, or with a ``scale`` the bytes of the checkpoint: E4M3 with an E8M0 scale per
-    32 × 32 tile (fp8), two E2M1 per byte with one per 32 of a row (fp4).
+    32 × 32 tile (fp8), two E2M1 per byte with one per 32 of a row (fp4). ``halves``: a byte of the latter holds the
+    codes of inputs k and k + 16 of its 32 instead of neighbours.
     """
 
     data: Tensor
     kind: Kind
     scale: Tensor | None = None
+    halves: bool = False
 
     @property
     def dense(self) -> Tensor:
@@ -37,7 +39,8 @@ class Weight:
         if self.scale is None:
             return self.data
         if self.kind == "fp4":
-            return q.dequantise_mxfp4(self.data, self.scale).bfloat16()
+            packed = in_neighbours(self.data) if self.halves else self.data
+            return q.dequantise_mxfp4(packed, self.scale).bfloat16()
         return q.dequantise_fp8_tiles(self.data, self.scale).bfloat16()
 
     def grouped(self, groups: int) -> Weight:
@@ -47,7 +50,17 @@ class Weight:
             if self.data.shape[0] % (groups * 32) and self.kind == "fp8":
                 return Weight(self.dense.unflatten(0, (groups, -1)), self.kind)  # a tile lies across two groups
             scale = scale.unflatten(0, (groups, -1))
-        return Weight(self.data.unflatten(0, (groups, -1)), self.kind, scale)
+        return Weight(self.data.unflatten(0, (groups, -1)), self.kind, scale, self.halves)
+
+
+def in_halves(packed: Tensor) -> Tensor:
+    """Packed E2M1 bytes [..., in/2] with the codes of inputs k and k + 16 of every 32 in one byte."""
+    return q.pack_nibbles(q.unpack_nibbles(packed).unflatten(-1, (-1, 2, 16)).mT.flatten(-3))
+
+
+def in_neighbours(packed: Tensor) -> Tensor:
+    """The inverse of ``in_halves``."""
+    return q.pack_nibbles(q.unpack_nibbles(packed).unflatten(-1, (-1, 16, 2)).mT.flatten(-3))
 
 
 def prepare_weight(num: Numerics, data: Tensor, scale: Tensor | None, kind: Kind) -> Weight:

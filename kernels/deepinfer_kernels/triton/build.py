@@ -37,6 +37,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

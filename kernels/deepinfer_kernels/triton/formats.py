@@ -1,12 +1,15 @@
 """Device functions of the number formats: E4M3, E8M0 and E2M1 codes to values and back, exact to the bit.
 
 Encoding rounds on the bits of the f32 value, to nearest even, so it is the same in the interpreter (whose conversions
-to 8-bit floats truncate) and on any device. Decoding uses the device's conversion, which is one instruction for two
-values. The interpreter's dot multiplies the bits of bf16 operands as integers, its conversion to bf16 truncates and
-the one from bf16 is wrong below 2^-126; ``dot``, ``bf16`` and ``widened`` go round these.
+to 8-bit floats truncate) and on any device. Decoding to f32 uses the device's conversion. Decoding to bf16 operands
+works on the bits of two values at once, because four instructions per value take longer than the tensor cores.
+
+The interpreter's dot multiplies the bits of bf16 operands as integers, its conversion to bf16 truncates and the one
+from bf16 is wrong below 2^-126; ``dot``, ``bf16`` and ``widened`` go round these.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -121,3 +124,123 @@ def e2m1_code(x):
     code = tl.where(rounded < 2, rounded * 2, tl.where(rounded < 4, rounded + 2, rounded * 0.5 + 4)).to(tl.int32)
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     return code | sign
+
+
+# Two values of a half-precision register at once: the bits of the code moved to the exponent and mantissa of a bf16 are
+# its value times 2^-120 (E4M3) or 2^-126 (E2M1); two exact products with a power of two and the scale restore it.
+_E4M3_TIMES = tl.constexpr("""
+{
+.reg .b32 q, s, power, none;
+mov.b32 power, 0x7B807B80;
+mov.b32 none, 0x80008000;
+prmt.b32 q, $2, 0, 0x4140;
+shl.b32 s, q, 8;
+shl.b32 q, q, 4;
+and.b32 s, s, 0x80008000;
+lop3.b32 q, q, 0x07F007F0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 $0, q, $3, none;
+prmt.b32 q, $2, 0, 0x4342;
+shl.b32 s, q, 8;
+shl.b32 q, q, 4;
+and.b32 s, s, 0x80008000;
+lop3.b32 q, q, 0x07F007F0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 $1, q, $4, none;
+}
+""")
+_E2M1_TIMES = tl.constexpr("""
+{
+.reg .b32 q, v, s, power, none;
+mov.b32 power, 0x7E807E80;
+mov.b32 none, 0x80008000;
+prmt.b32 q, $4, 0, 0x4140;
+shl.b32 s, q, 12;
+shl.b32 v, q, 6;
+and.b32 s, s, 0x80008000;
+lop3.b32 v, v, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 v, v, power, none;
+fma.rn.bf16x2 $0, v, $5, none;
+shl.b32 s, q, 8;
+shl.b32 v, q, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 v, v, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 v, v, power, none;
+fma.rn.bf16x2 $2, v, $5, none;
+prmt.b32 q, $4, 0, 0x4342;
+shl.b32 s, q, 12;
+shl.b32 v, q, 6;
+and.b32 s, s, 0x80008000;
+lop3.b32 v, v, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 v, v, power, none;
+fma.rn.bf16x2 $1, v, $6, none;
+shl.b32 s, q, 8;
+shl.b32 v, q, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 v, v, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 v, v, power, none;
+fma.rn.bf16x2 $3, v, $6, none;
+}
+""")
+_PAIR_TIMES = tl.constexpr("""
+{
+.reg .b32 q, s, power, none;
+mov.b32 power, 0x7B807B80;
+mov.b32 none, 0x80008000;
+shl.b32 s, $2, 8;
+shl.b32 q, $2, 4;
+and.b32 s, s, 0x80008000;
+lop3.b32 q, q, 0x07F007F0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 $0, q, $3, none;
+shr.b32 q, $2, 4;
+and.b32 s, $2, 0x80008000;
+lop3.b32 q, q, 0x07F007F0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 $1, q, $3, none;
+}
+""")
+
+
+@triton.jit
+def e8m0_bf16(byte):
+    """bf16 value of E8M0 bytes, 0 for the smallest."""
+    return (byte.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def e4m3_times(byte, scale):
+    """bf16 of E4M3 bytes (none of them NaN) times a bf16 scale of the same shape."""
+    if INTERPRETED:
+        return bf16(e4m3_value(byte) * widened(scale))
+    else:
+        return tl.inline_asm_elementwise(_E4M3_TIMES, "=r,=r,r,r,r", [byte, scale], tl.bfloat16, True, 4)
+
+
+@triton.jit
+def e4m3_pair_times(pair, scale):
+    """(bf16 of the low bytes, of the high bytes) of pairs of E4M3 codes in 16 bits, times a bf16 scale."""
+    if INTERPRETED:
+        code = pair.to(tl.int32)
+        low, high = (code & 0xFF).to(tl.uint8), ((code >> 8) & 0xFF).to(tl.uint8)
+        return bf16(e4m3_value(low) * widened(scale)), bf16(e4m3_value(high) * widened(scale))
+    else:
+        return tl.inline_asm_elementwise(_PAIR_TIMES, "=r,=r,r,r", [pair, scale], (tl.bfloat16, tl.bfloat16), True, 2)
+
+
+@triton.jit
+def e2m1_times(byte, scale):
+    """(bf16 of the low codes, of the high codes) of packed E2M1 bytes times a bf16 scale."""
+    if INTERPRETED:
+        code = byte.to(tl.int32)
+        return bf16(e2m1_value(code & 15) * widened(scale)), bf16(e2m1_value(code >> 4) * widened(scale))
+    else:
+        return tl.inline_asm_elementwise(
+            _E2M1_TIMES, "=r,=r,=r,=r,r,r,r", [byte, scale], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+
+
+@triton.jit
+def spread(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [ROWS, GROUPS], each for ``GROUP`` neighbours."""
+    return tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, GROUP)).reshape(ROWS, GROUPS * GROUP)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor, bfloat16, empty, float32, int64, uint8
+from torch import Tensor, bfloat16, empty, float32, int64
 from triton.language.extra import libdevice
 
 from deepinfer_kernels.reference.linear import Weight
@@ -18,8 +18,8 @@ from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.triton.formats import INTERPRETED, bf16
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
-from deepinfer_kernels.triton.linear import BF16, FP4, Tile, product, stored_as, weight_dot
 from deepinfer_kernels.triton.linear import FIXED as LINEAR_FIXED
+from deepinfer_kernels.triton.linear import FP4, Tile, bytes_of, parts, product, stored_as, weight_dot
 from deepinfer_kernels.triton.linear import tile as linear_tile
 
 
@@ -46,7 +46,7 @@ def _silu(x):
 def _gate_up(
     X, COUNTS, W1, S1, W3, S3, WEIGHT, A, rows, limit,
     S: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
-    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """a[m] = silu(min(w1 · x, limit)) · clamp(w3 · x, ±limit) · weight[m]; without COUNTS all rows are slot 0's."""
     if COUNTS is not None:
@@ -65,26 +65,50 @@ def _gate_up(
     if STORED != 0:
         S1 += at * scales
         S3 += at * scales
+    each: tl.constexpr = (H + PARTS * BK - 1) // (PARTS * BK) * BK
+    part = tl.program_id(2)
     gate = tl.zeros((BN, BT), dtype=tl.float32)
     up = tl.zeros((BN, BT), dtype=tl.float32)
-    for k0 in range(0, H, BK):
-        k = k0 + tl.arange(0, BK)
-        x = tl.load(X + m.to(tl.int64)[:, None] * H + k[None, :], mask=(m < end)[:, None] & (k < H)[None, :], other=0.0)
-        x = tl.trans(x)
-        gate = weight_dot(gate, W1, S1, WIDTH, n, x, k0, H, STORED, BN, BK, SCALED)
-        up = weight_dot(up, W3, S3, WIDTH, n, x, k0, H, STORED, BN, BK, SCALED)
+    row = m.to(tl.int64)
+    for k0 in range(0, each, BK):
+        k = part * each + k0
+        gate = weight_dot(gate, X, row, m < end, W1, S1, n, WIDTH, k, H, STORED, BN, BK)
+        up = weight_dot(up, X, row, m < end, W3, S3, n, WIDTH, k, H, STORED, BN, BK)
+    at, mask = row[None, :] * WIDTH + n[:, None], (m < end)[None, :] & (n < WIDTH)[:, None]
+    if PARTS > 1:
+        to = A + (2 * part) * rows.to(tl.int64) * WIDTH + at
+        tl.store(to, gate, mask=mask)
+        tl.store(to + rows.to(tl.int64) * WIDTH, up, mask=mask)
+    else:
+        a = _swiglu(gate, up, limit)
+        if WEIGHT is not None:
+            a = a * tl.load(WEIGHT + m, mask=m < end, other=0.0)[None, :]
+        tl.store(A + at, bf16(a), mask=mask)
+
+
+@triton.jit
+def _swiglu(gate, up, limit):
     g = tl.minimum(bf16(gate).to(tl.float32), limit)
     u = tl.minimum(tl.maximum(bf16(up).to(tl.float32), -limit), limit)
-    a = _silu(g) * u
-    if WEIGHT is not None:
-        a = a * tl.load(WEIGHT + m, mask=m < end, other=0.0)[None, :]
-    tl.store(A + m.to(tl.int64)[None, :] * WIDTH + n[:, None], bf16(a), mask=(m < end)[None, :] & (n < WIDTH)[:, None])
+    return _silu(g) * u
+
+
+@triton.jit(do_not_specialize=["size"])
+def _activate(PART, A, size, limit, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """a = swiglu of the summed parts [part, gate and up, size], always in the same order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.zeros((BLOCK,), dtype=tl.float32)
+    up = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        gate += tl.load(PART + 2 * part * size + i, mask=i < size, other=0.0)
+        up += tl.load(PART + (2 * part + 1) * size + i, mask=i < size, other=0.0)
+    tl.store(A + i, bf16(_swiglu(gate, up, limit)), mask=i < size)
 
 
 @triton.jit
 def _down(
     A, COUNTS, W2, S2, Y, S: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
-    STORED: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
+    STORED: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """y[m] = w2 · a[m]."""
     slot, first, end = _tile_of(COUNTS, tl.program_id(1), S, SLOTS, BT)
@@ -98,23 +122,20 @@ def _down(
     if STORED != 0:
         S2 += slot.to(tl.int64) * scales
     acc = tl.zeros((BN, BT), dtype=tl.float32)
+    row = m.to(tl.int64)
     for k0 in range(0, WIDTH, BK):
-        k = k0 + tl.arange(0, BK)
-        a = tl.load(
-            A + m.to(tl.int64)[:, None] * WIDTH + k[None, :], mask=(m < end)[:, None] & (k < WIDTH)[None, :], other=0.0
-        )
-        acc = weight_dot(acc, W2, S2, H, n, tl.trans(a), k0, WIDTH, STORED, BN, BK, SCALED)
-    tl.store(Y + m.to(tl.int64)[None, :] * H + n[:, None], bf16(acc), mask=(m < end)[None, :] & (n < H)[:, None])
+        acc = weight_dot(acc, A, row, m < end, W2, S2, n, H, k0, WIDTH, STORED, BN, BK)
+    tl.store(Y + row[None, :] * H + n[:, None], bf16(acc), mask=(m < end)[None, :] & (n < H)[:, None])
 
 
 def tiles(rows: int, slots: int) -> tuple[Tile, Tile]:
     """Tiles of the two kernels by the mean number of rows of a slot."""
     mean = rows / slots
     if mean <= 12:
-        return Tile(64, 16, 128, 4, 4), Tile(64, 16, 128, 4, 4)
+        return Tile(64, 16, 256, 4, 3), Tile(64, 16, 256, 4, 3)
     if mean <= 48:
-        return Tile(64, 32, 128, 4, 4), Tile(64, 32, 128, 4, 4)
-    return Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+        return Tile(64, 32, 128, 4, 3), Tile(64, 32, 128, 4, 3)
+    return Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3)
 
 
 #: the tiles of every call whose result must not depend on the batch
@@ -122,7 +143,14 @@ FIXED = (Tile(64, 16, 128, 4, 3), Tile(64, 16, 128, 4, 3))
 
 
 def _gate_up_of(
-    x: Tensor, counts: Tensor | None, w1: Weight, w3: Weight, weight: Tensor | None, limit: float, chosen: Tile
+    x: Tensor,
+    counts: Tensor | None,
+    w1: Weight,
+    w3: Weight,
+    weight: Tensor | None,
+    limit: float,
+    chosen: Tile,
+    pieces: int = 1,
 ) -> Tensor:
     (M, H), (I, wide) = x.shape, w1.data.shape[-2:]  # noqa: E741 — I is the expert width
     stored = stored_as(w1)
@@ -132,13 +160,16 @@ def _gate_up_of(
         raise ValueError(f"rows of width {H}, weights of {wide} per row")
     slots = 1 if counts is None else counts.shape[0]
     a = empty((M, I), dtype=bfloat16, device=x.device)
-    grid = (blocks(I, chosen.BN), _most_tiles(M, 1 if counts is None else slots, chosen.BT))
-    d1, d3 = (w.data if stored == BF16 else w.data.view(uint8) for w in (w1, w3))
+    to = a if pieces == 1 else empty((pieces, 2, M, I), dtype=float32, device=x.device)
+    grid = (blocks(I, chosen.BN), blocks(M, chosen.BT) if counts is None else _most_tiles(M, slots, chosen.BT), pieces)
+    d1, d3 = bytes_of(w1), bytes_of(w3)
     launch(
-        _gate_up, grid, x, counts, d1, w1.scale, d3, w3.scale, weight, a, M, float(limit),
+        _gate_up, grid, x, counts, d1, w1.scale, d3, w3.scale, weight, to, M, float(limit),
         warps=chosen.warps, stages=chosen.stages, S=slots, SLOTS=power_of_two(slots), H=H, WIDTH=I, STORED=stored,
-        BN=chosen.BN, BT=chosen.BT, BK=chosen.BK, SCALED=chosen.scaled,
+        BN=chosen.BN, BT=chosen.BT, BK=chosen.BK, PARTS=pieces,
     )  # fmt: skip
+    if pieces > 1:
+        launch(_activate, (blocks(a.numel(), 1024),), to, a, a.numel(), float(limit), PARTS=pieces, BLOCK=1024)
     return a
 
 
@@ -160,11 +191,10 @@ def _experts(
     if bank.w2.data.shape[:2] != (S, H) or bank.w2.data.shape[2] * (2 if stored == FP4 else 1) != I:
         raise ValueError(f"rows of width {H}, experts of width {I}, down projection {tuple(bank.w2.data.shape)}")
     y = empty((M, H), dtype=bfloat16, device=x.device)
-    data = bank.w2.data if stored == BF16 else bank.w2.data.view(uint8)
     launch(
-        _down, (blocks(H, down.BN), _most_tiles(M, S, down.BT)), a, counts, data, bank.w2.scale, y,
+        _down, (blocks(H, down.BN), _most_tiles(M, S, down.BT)), a, counts, bytes_of(bank.w2), bank.w2.scale, y,
         warps=down.warps, stages=down.stages, S=S, SLOTS=power_of_two(S), H=H, WIDTH=I, STORED=stored,
-        BN=down.BN, BT=down.BT, BK=down.BK, SCALED=down.scaled,
+        BN=down.BN, BT=down.BT, BK=down.BK,
     )  # fmt: skip
     return y
 
@@ -183,14 +213,16 @@ def moe_experts_invariant(
 
 def shared_expert(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float) -> Tensor:
     """The always-on expert. [T, H] → [T, H]."""
-    T = x.shape[0]
-    a = _gate_up_of(contiguous(x), None, w1, w3, None, limit, tiles(T, 1)[0])
+    (T, H), I = x.shape, w1.data.shape[-2]  # noqa: E741
+    chosen = linear_tile(T, I)
+    chosen = chosen if chosen.BT < 128 else tiles(T, 1)[0]  # two sums per output must fit the registers
+    a = _gate_up_of(contiguous(x), None, w1, w3, None, limit, chosen, parts(T, I, H, chosen))
     return product(a, w2, 1, linear_tile(T, w2.data.shape[-2]))
 
 
 def shared_expert_invariant(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float) -> Tensor:
     """``shared_expert`` on tiles of one size, whatever the number of rows."""
-    return product(_gate_up_of(contiguous(x), None, w1, w3, None, limit, FIXED[0]), w2, 1, LINEAR_FIXED)
+    return product(_gate_up_of(contiguous(x), None, w1, w3, None, limit, FIXED[0]), w2, 1, LINEAR_FIXED, False)
 
 
 @triton.jit

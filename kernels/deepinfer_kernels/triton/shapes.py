@@ -68,7 +68,7 @@ def _weight(*shape: int, kind: Kind) -> Weight:
     if kind == "fp8":
         return Weight(_bytes(*shape), kind, _bytes(*stack, -(-outs // 32), inner // 32))
     if kind == "fp4":
-        return Weight(_bytes(*stack, outs, inner // 2), kind, _bytes(*stack, outs, inner // 32))
+        return Weight(_bytes(*stack, outs, inner // 2), kind, _bytes(*stack, outs, inner // 32), True)
     return Weight(_empty(*shape), kind)
 
 
