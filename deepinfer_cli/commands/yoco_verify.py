@@ -28,13 +28,18 @@ def command(
     ranks: Annotated[
         int, typer.Option("--ranks", min=1, max=1024, help="Level 2: virtual ranks it runs on, judged by one.")
     ] = 1,
-    max_kl: Annotated[float, typer.Option("--max-kl", min=0, help="Level 2: most mean KL of a replay, nat.")] = 5e-3,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", min=0, help="Level 2: most mean KL of a replay, nat (0.005; after a hit 0.02)."),
+    ] = None,
     min_top1: Annotated[
-        float, typer.Option("--min-top1", min=0, max=1, help="Level 2: least share of equal best tokens.")
-    ] = 0.98,
+        float | None,
+        typer.Option("--min-top1", min=0, max=1, help="Level 2: least share of equal best tokens (0.98; 0.96)."),
+    ] = None,
     min_overlap: Annotated[
-        float, typer.Option("--min-overlap", min=0, max=1, help="Level 2: least overlap of the top 20.")
-    ] = 0.95,
+        float | None,
+        typer.Option("--min-overlap", min=0, max=1, help="Level 2: least overlap of the top 20 (0.95)."),
+    ] = None,
     format: options.Format = OutputFormat.table,
     out: options.Out = None,
     quiet: options.Quiet = False,
@@ -67,7 +72,8 @@ def command(
     if level == 1:
         text, bad = _level1(model, names, format, quiet)
     else:
-        text, bad = _level2(model, names, tokens, ranks, (max_kl, min_top1, min_overlap), format, quiet)
+        given = {k: v for k, v in (("kl", max_kl), ("top1", min_top1), ("overlap", min_overlap)) if v is not None}
+        text, bad = _level2(model, names, tokens, ranks, given, format, quiet)
     render.deliver(text, out)
     if bad:
         shown = "\n".join(f"  {line}" for line in bad)
@@ -110,7 +116,7 @@ def _level2(
     names: list[str],
     tokens: Path | None,
     ranks: int,
-    limits: tuple[float, float, float],
+    limits: dict[str, float],
     form: OutputFormat,
     quiet: bool,
 ) -> tuple[str, list[str]]:
@@ -127,7 +133,7 @@ def _level2(
     from dataclasses import replace
 
     from deepinfer_engine.verify.yoco import open_level2
-    from deepinfer_engine.verify.yoco_level2 import Budget
+    from deepinfer_engine.verify.yoco_level2 import FROZEN
     from deepinfer_engine.verify.yoco_subject import MUTATIONS, Subject
 
     def story(text: str) -> None:
@@ -142,13 +148,23 @@ def _level2(
         bad = [f"mutation {name} was not noticed" for name, _, by in caught if not by]
         rows = [(name, what, by or "nothing") for name, what, by in caught]
         return _text(form, 2, ("mutation", "fault", "noticed by"), rows, bad), bad
-    budget = Budget(*limits)
+    budgets = {name: replace(budget, **limits) for name, budget in FROZEN.items()}
     result = check.judge(Subject(), progress=story)
     result = replace(result, rows=(*more, *result.rows))
-    bad = result.verdict(budget)
+    bad = result.verdict(budgets)
     equal = [(r.name, r.compared, r.largest, r.good) for r in result.rows]
     drift = [
-        (d.name, d.positions, d.mean_kl, d.max_kl, d.late_kl, d.top1, d.overlap, d.max_logprob, d.within(budget))
+        (
+            d.name,
+            d.positions,
+            d.mean_kl,
+            d.max_kl,
+            d.late_kl,
+            d.top1,
+            d.overlap,
+            d.max_logprob,
+            d.within(budgets[d.name]),
+        )
         for d in result.drifts
     ]
     first = ("bit-identical", "compared", "largest", "good")
@@ -158,7 +174,7 @@ def _level2(
             "level": 2,
             "prompt": result.prompt,
             "forced": result.forced,
-            "budget": vars(budget),
+            "budgets": {name: vars(budget) for name, budget in budgets.items()},
             "comparisons": [dict(zip(first, row, strict=True)) for row in equal],
             "drifts": [dict(zip(second, row, strict=True)) for row in drift],
             "passed": not bad,
