@@ -106,7 +106,8 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
             meter.end()
             kept = f"{len(journal.done)} of {len(items)} lines are kept in {journal.path}"
             raise PeerLost(
-                f"{exc.message}; {kept}", hint="the same command with --resume --healthy N goes on"
+                f"{exc.message}; {kept}",
+                hint="the same command with --resume --healthy N goes on over N ranks; --nproc must divide N",
             ) from None
         meter.end()
         journal.finish(ordered=options.ordered)

@@ -23,7 +23,7 @@ from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.reform import Reformed, read_healthy, reform
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.starting import starting_placement
-from deepinfer_engine.errors import NotReadyError, ProfileError
+from deepinfer_engine.errors import NotReadyError, ProfileError, UsageError
 from deepinfer_engine.weights.checkpoint import Checkpoint, no_draft_weights
 from deepinfer_kernels.device import probe_cuda
 
@@ -161,7 +161,8 @@ def prepare(
 
     ``processes`` share the mesh, ``here`` of them (None: all) on this host. ``healthy``: ranks that are left, as
     ``read_healthy`` takes it; the profile is re-formed over them first. Raises ``CheckpointError`` (4),
-    ``ProfileError`` (2) where profile and model disagree, ``CapacityError`` (3).
+    ``ProfileError`` (2) where profile and model disagree, ``UsageError`` (2) where ranks do not divide over processes,
+    ``CapacityError`` (3).
     """
     embedded = model is None
     checkpoint = Checkpoint.open(embedded_dir(EMBEDDED) if model is None else model)
@@ -175,6 +176,12 @@ def prepare(
         slots_LRS = starting_placement(checkpoint, profile).slots_LRS
         reformed = reform(profile, slots_LRS, config.n_routed_experts, alive)
         profile = reformed.profile
+        if (left := len(alive)) % processes:
+            fits = max(n for n in range(1, processes) if left % n == 0)
+            raise UsageError(
+                f"--healthy {healthy}: {left} of {reformed.had} ranks are left, which do not divide over {processes} processes",
+                hint=f"--nproc {fits}",
+            )
     Share(profile.parallel.ep, profile.parallel.dp, 0, processes)  # refuses processes that do not divide the ranks
     used, replaced = profile, []
     if not embedded and processes == 1:

@@ -69,6 +69,13 @@ def test_a_killed_rank_ends_with_7_keeps_lines_and_the_rest_goes_on(folder: Path
     assert f"rank 1 (process {child} on 127.0.0.1) was lost: killed by SIGKILL" in said
     assert "of 6 lines are kept in" in said
     assert 3 <= kept(folder) < 6
+    assert "with --resume --healthy N goes on over N ranks" in said
+
+    same = run(folder, "out.jsonl", "--nproc", "2", "--healthy", "1", "--resume", *mesh)
+    refused = subprocess.run(same, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "--healthy 1: 1 of 2 ranks are left, which do not divide over 2 processes" in refused.stderr
+    assert "hint: --nproc 1" in refused.stderr
 
     again = run(folder, "out.jsonl", "--healthy", "1", "--resume", *mesh)
     done = subprocess.run(again, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
