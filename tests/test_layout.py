@@ -26,6 +26,7 @@ WHEEL_DATA = (
     "deepinfer_engine/data/models/nano/card.json",
     "deepinfer_engine/data/models/nano/stats.npz",
     "deepinfer_engine/data/profiles/*.yaml",
+    "deepinfer_engine/data/recipes/bench/prompts/*.jsonl",
     "deepinfer_engine/data/recipes/evals/*.jsonl",
     "deepinfer_engine/data/recipes/sweeps/*.yaml",
     "deepinfer_engine/data/recipes/nano/*.py",
