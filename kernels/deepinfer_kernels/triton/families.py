@@ -37,20 +37,24 @@ BATCH_DEPENDENT = {
 OLDEST, NEWEST = (3, 6), (3, 9)
 
 
-#: where kernels that were compiled for this device are kept; None until an engine has asked
+#: where Triton finds kernels that were compiled for this device; None until an engine has asked
 folder: Path | None = None
 
 
 def missing(cache: Path | None = None) -> str | None:
-    """What keeps Triton from running here, in one sentence with the next step; None when nothing does."""
-    global folder
-    reason = _missing()
-    if reason is None:
-        import torch
+    """What keeps Triton from running here, in one sentence with the next step; None when nothing does.
 
-        major, minor = torch.cuda.get_device_capability()
-        folder = (cache or default_cache()) / f"sm{major}{minor}" / "triton"
-    return reason
+    Kernels have to be in the kernel cache: compiling them in the first steps would stop the answers for a minute.
+    """
+    global folder
+    platform = _platform()
+    if not platform.startswith("sm"):
+        return platform
+    built = (cache or default_cache()) / platform
+    if next(built.glob("*.cubin"), None) is None:
+        return f"not built for this device: deepinfer build-kernels --target {platform}"
+    folder = built / "triton"
+    return None
 
 
 def unusable() -> str | None:
@@ -64,13 +68,17 @@ def unusable() -> str | None:
 
 
 @functools.cache
-def _missing() -> str | None:
+def _platform() -> str:
+    """The platform of the current device, or why there is none."""
     reason = unusable()
     if reason is not None:
         return reason
     import torch
 
-    return None if torch.cuda.is_available() else "there is no CUDA device"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
 
 
 def operation(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:

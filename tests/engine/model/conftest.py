@@ -50,12 +50,15 @@ class Rig:
     redundant: int = 0
     device: str = "cpu"
     backend: str = "auto"
+    cache: Path | None = None
     seen: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checkpoint = Checkpoint.open(self.directory)
         self.config = self.checkpoint.config
-        self.ops = resolve(self.numerics, "cpu" if self.device == "cpu" else "sm90", backend=self.backend)
+        self.ops = resolve(
+            self.numerics, "cpu" if self.device == "cpu" else "sm90", backend=self.backend, cache=self.cache
+        )
         profile = load_profile("cpu-nano").profile
         parallel = profile.parallel.model_copy(update={"ep": self.ep, "redundant_experts_per_rank": self.redundant})
         profile = profile.model_copy(update={"parallel": parallel})

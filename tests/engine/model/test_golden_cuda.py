@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+
+from deepinfer_engine.config.model import load_model_config
+from deepinfer_engine.config.profile import load_profile
 
 TOLERANCE = 2e-4
 
@@ -35,13 +40,27 @@ def test_float_logits_and_greedy_tokens_on_cuda(golden, variants, make_rig, case
     assert greedy == case["float"]["greedy_ids"]
 
 
+def build_triton(directory: Path, cache: Path) -> None:
+    """Compile every kernel of a checkpoint's shapes for the device."""
+    pytest.importorskip("triton", reason="needs triton: pip install 'deepinfer-cli[cuda]'")
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_kernels.triton import build, shapes
+
+    sizes = kernel_shapes(load_model_config(directory), load_profile("cpu-nano").profile)
+    made = build.build(build.kernels(shapes.launches(sizes, invariant=False)), "sm90", cache)
+    assert {b.status for b in made} == {"built"}, [b for b in made if b.status != "built"][:3]
+
+
 @pytest.mark.gpu
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "backend"), [("reference", "auto"), ("fast", "reference"), ("fast", "triton")])
-def test_quantised_numerics_on_cuda_agree_with_the_cpu(golden, variants, make_rig, mode, backend):
+def test_quantised_numerics_on_cuda_agree_with_the_cpu(golden, variants, make_rig, tmp_path, mode, backend):
     """Same codes on both devices up to rare flips: top-1 of at least nine positions in ten."""
+    if backend == "triton":
+        build_triton(variants["base"], tmp_path)
     ids = list(golden.cases["base_n0035"]["prompt_ids"])
     logits = []
     for device, chosen in (("cpu", "auto"), ("cuda", backend)):
-        rig = make_rig(variants["base"], mode, device=device, backend=chosen)
+        rig = make_rig(variants["base"], mode, device=device, backend=chosen, cache=tmp_path)
         logits.append(rig.run(rig.kv(), ids, 0, len(ids)).logits.cpu())
     assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() >= 0.9
