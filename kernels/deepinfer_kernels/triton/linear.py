@@ -25,45 +25,39 @@ BF16, FP8, FP4 = 0, 1, 2
 
 
 @triton.jit
-def weight_scale(S, n, rows, k0, K: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Scale bytes [BN, BK/32] of the K inputs from k0 on. A step ahead of their use, because they are too few for
-    the copies that run behind the products."""
-    if STORED == 0:
-        return tl.zeros((BN, 1), dtype=tl.uint8)
-    else:
-        group = k0 // 32 + tl.arange(0, BK // 32)[None, :]
-        row = n if STORED == 2 else n // 32
-        mask = (n < rows)[:, None] & (group < K // 32)
-        return tl.load(S + row[:, None] * (K // 32) + group, mask=mask, other=0)
-
-
-@triton.jit
 def weight_dot(
-    acc, X, m, there, W, s, n, rows, k0, K: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    acc, X, m, there, W, S, n, rows, k0, K: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """acc [BN, BT] + W[n, k] · X[m, k] for the K inputs k0 to k0 + BK, whose scales are ``s``.
+    """acc [BN, BT] + W[n, k] · X[m, k] for the K inputs k0 to k0 + BK.
 
     ``m`` [BT] are the places of the rows of X where ``there``, ``n`` [BN] the rows of the weight, those below
     ``rows`` exist.
     """
     known = (n < rows)[:, None]
-    if STORED == 2:
-        b = k0 // 2 + tl.arange(0, BK // 2)[None, :]
-        w = tl.load(W + n[:, None] * (K // 2) + b, mask=known & (b < K // 2), other=0)
-        low, high = e2m1_times(w, spread(e8m0_bf16(s), BN, BK // 32, 16))
-        k = b // 16 * 32 + b % 16  # the low codes of 16 bytes are 16 inputs, the high codes the next 16
-        at = X + m[:, None] * K + k
-        x = tl.load(at, mask=there[:, None] & (k < K), other=0.0)
-        acc = dot(low, tl.trans(x), acc)
-        x = tl.load(at + 16, mask=there[:, None] & (k < K), other=0.0)
-        acc = dot(high, tl.trans(x), acc)
-    else:
+    if STORED == 0:
         k = k0 + tl.arange(0, BK)[None, :]
-        w = tl.load(W + n[:, None] * K + k, mask=known & (k < K), other=0)
+        w = tl.load(W + n[:, None] * K + k, mask=known & (k < K), other=0.0)
         x = tl.load(X + m[:, None] * K + k, mask=there[:, None] & (k < K), other=0.0)
-        if STORED == 1:
-            w = e4m3_times(w, spread(e8m0_bf16(s), BN, BK // 32, 32))
         acc = dot(w, tl.trans(x), acc)
+    else:
+        group = k0 // 32 + tl.arange(0, BK // 32)[None, :]
+        row = n if STORED == 2 else n // 32
+        s = tl.load(S + row[:, None] * (K // 32) + group, mask=known & (group < K // 32), other=0)
+        if STORED == 1:
+            k = k0 + tl.arange(0, BK)[None, :]
+            w = tl.load(W + n[:, None] * K + k, mask=known & (k < K), other=0)
+            x = tl.load(X + m[:, None] * K + k, mask=there[:, None] & (k < K), other=0.0)
+            acc = dot(e4m3_times(w, spread(e8m0_bf16(s), BN, BK // 32, 32)), tl.trans(x), acc)
+        else:
+            b = k0 // 2 + tl.arange(0, BK // 2)[None, :]
+            w = tl.load(W + n[:, None] * (K // 2) + b, mask=known & (b < K // 2), other=0)
+            low, high = e2m1_times(w, spread(e8m0_bf16(s), BN, BK // 32, 16))
+            k = b // 16 * 32 + b % 16  # the low codes of 16 bytes are 16 inputs, the high codes the next 16
+            at = X + m[:, None] * K + k
+            x = tl.load(at, mask=there[:, None] & (k < K), other=0.0)
+            acc = dot(low, tl.trans(x), acc)
+            x = tl.load(at + 16, mask=there[:, None] & (k < K), other=0.0)
+            acc = dot(high, tl.trans(x), acc)
     return acc
 
 
@@ -87,11 +81,8 @@ def _linear(
     if STORED != 0:
         S += g * scales
     acc = tl.zeros((BN, BT), dtype=tl.float32)
-    s = weight_scale(S, n, N, part * each, K, STORED, BN, BK)
-    for k0 in range(part * each, (part + 1) * each, BK):
-        ahead = weight_scale(S, n, N, k0 + BK, K, STORED, BN, BK)
-        acc = weight_dot(acc, X, t * G + g, t < T, W, s, n, N, k0, K, STORED, BN, BK)
-        s = ahead
+    for k0 in range(0, each, BK):
+        acc = weight_dot(acc, X, t * G + g, t < T, W, S, n, N, part * each + k0, K, STORED, BN, BK)
     mask = (t < T)[None, :] & (n < N)[:, None]
     at = (t * G + g)[None, :] * N + n[:, None]
     if PARTS == 1:

@@ -19,7 +19,7 @@ from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.triton.formats import INTERPRETED, bf16
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 from deepinfer_kernels.triton.linear import FIXED as LINEAR_FIXED
-from deepinfer_kernels.triton.linear import FP4, Tile, bytes_of, parts, product, stored_as, weight_dot, weight_scale
+from deepinfer_kernels.triton.linear import FP4, Tile, bytes_of, parts, product, stored_as, weight_dot
 from deepinfer_kernels.triton.linear import tile as linear_tile
 
 
@@ -70,15 +70,10 @@ def _gate_up(
     gate = tl.zeros((BN, BT), dtype=tl.float32)
     up = tl.zeros((BN, BT), dtype=tl.float32)
     row = m.to(tl.int64)
-    s1 = weight_scale(S1, n, WIDTH, part * each, H, STORED, BN, BK)
-    s3 = weight_scale(S3, n, WIDTH, part * each, H, STORED, BN, BK)
-    for k0 in range(part * each, (part + 1) * each, BK):
-        ahead1 = weight_scale(S1, n, WIDTH, k0 + BK, H, STORED, BN, BK)
-        ahead3 = weight_scale(S3, n, WIDTH, k0 + BK, H, STORED, BN, BK)
-        gate = weight_dot(gate, X, row, m < end, W1, s1, n, WIDTH, k0, H, STORED, BN, BK)
-        up = weight_dot(up, X, row, m < end, W3, s3, n, WIDTH, k0, H, STORED, BN, BK)
-        s1 = ahead1
-        s3 = ahead3
+    for k0 in range(0, each, BK):
+        k = part * each + k0
+        gate = weight_dot(gate, X, row, m < end, W1, S1, n, WIDTH, k, H, STORED, BN, BK)
+        up = weight_dot(up, X, row, m < end, W3, S3, n, WIDTH, k, H, STORED, BN, BK)
     at, mask = row[None, :] * WIDTH + n[:, None], (m < end)[None, :] & (n < WIDTH)[:, None]
     if PARTS > 1:
         to = A + (2 * part) * rows.to(tl.int64) * WIDTH + at
@@ -128,11 +123,8 @@ def _down(
         S2 += slot.to(tl.int64) * scales
     acc = tl.zeros((BN, BT), dtype=tl.float32)
     row = m.to(tl.int64)
-    s = weight_scale(S2, n, H, 0, WIDTH, STORED, BN, BK)
     for k0 in range(0, WIDTH, BK):
-        ahead = weight_scale(S2, n, H, k0 + BK, WIDTH, STORED, BN, BK)
-        acc = weight_dot(acc, A, row, m < end, W2, s, n, H, k0, WIDTH, STORED, BN, BK)
-        s = ahead
+        acc = weight_dot(acc, A, row, m < end, W2, S2, n, H, k0, WIDTH, STORED, BN, BK)
     tl.store(Y + row[None, :] * H + n[:, None], bf16(acc), mask=(m < end)[None, :] & (n < H)[:, None])
 
 
