@@ -315,7 +315,7 @@ def sweeps() -> Iterator[tuple[str, Callable[[], Case], Callable[[], None]]]:
         for t in tiles:
             yield f"{what} T{T} {t}", partial(products[what], T), partial(_use, Tile(*t))
     for T in (DECODE, PREFILL):
-        for tile in [(k, 8, n, q) for k, n in ((32, 2), (64, 2), (64, 1), (32, 1)) for q in (True, False)]:
+        for tile in [(32, 8, 2), (64, 8, 2), (64, 8, 1), (32, 8, 1), (32, 8, 3)]:
             yield f"attend T{T} {tile}", partial(_attend, T, T == PREFILL), partial(setattr, attention, "TILE", tile)
 
 

@@ -83,9 +83,8 @@ def _fold(q_even, q_odd, even, odd, seen, top, total, acc_even, acc_odd, scale, 
 
 @triton.jit(do_not_specialize=["T", "W", "G"])
 def _attend(
-    Q, WORDS, LOCAL, WINDOW, RING, PAIRS, SLOTS, ENTRIES, SINK, OUT, STATE, T, W, G, scale,
+    Q, LOCAL, WINDOW, RING, PAIRS, SLOTS, ENTRIES, SINK, OUT, STATE, T, W, G, scale,
     N: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    SHARED: tl.constexpr,
 ):  # fmt: skip
     """out[t] over its W window places and G global slots; with PARTS > 1 a part of the tiles, not yet normalised.
 
@@ -95,14 +94,8 @@ def _attend(
     part = tl.program_id(1)
     n = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, BD // 2)[None, :]
-    if SHARED:
-        # two loads and not the halves of one: a tile as it was loaded stays in shared memory, where products read it
-        q_at, q_mask = Q + (t * N + n)[:, None] * D + 2 * half, (n < N)[:, None] & (half < D // 2)
-        q_even = tl.load(q_at, mask=q_mask, other=0.0)
-        q_odd = tl.load(q_at + 1, mask=q_mask, other=0.0)
-    else:
-        q = tl.load(WORDS + (t * N + n)[:, None] * (D // 2) + half, mask=(n < N)[:, None] & (half < D // 2), other=0)
-        q_even, q_odd = _halves(q)
+    q = tl.load(Q + (t * N + n)[:, None] * (D // 2) + half, mask=(n < N)[:, None] & (half < D // 2), other=0)
+    q_even, q_odd = _halves(q)
     # the sink is a key without a value: it starts the softmax, and counts in the first part only
     top = tl.load(SINK + n, mask=n < N, other=0.0) * _LOG2E
     total = tl.full((HEADS,), 1.0, tl.float32) * (part == 0).to(tl.float32)
@@ -154,7 +147,7 @@ def _join(PART, STATE, OUT, rows, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.c
 
 
 #: keys of a tile, warps and loads in flight for wide heads
-TILE = (64, 8, 2, False)
+TILE = (32, 8, 2)
 
 
 def _parts(T: int) -> int:
@@ -224,8 +217,8 @@ def _attended(
     pairs = None if ring is None else ring.view(int16)
     o = empty(q.shape, dtype=bfloat16, device=q.device)
     heads, wide = min(64, max(16, power_of_two(N))), power_of_two(D)
-    keys, warps, stages, shared = TILE if wide > 256 else (64, 4, 2, True)
-    sizes = dict(N=N, D=D, HEADS=heads, BD=wide, BK=keys, PARTS=parts, SHARED=shared)
+    keys, warps, stages = TILE if wide > 256 else (64, 4, 2)
+    sizes = dict(N=N, D=D, HEADS=heads, BD=wide, BK=keys, PARTS=parts)
     grid = (T, parts, blocks(N, heads))
     G = 0 if slots is None else slots.shape[1]
     to, state = o, None
@@ -233,7 +226,7 @@ def _attended(
         to = empty((parts, *q.shape), dtype=float32, device=q.device)
         state = empty((parts, T, N, 2), dtype=float32, device=q.device)
     stores = (window, ring, pairs, slots, entries)
-    arguments = (q, q.view(int32), local.view(int32), *stores, sink, to, state, T, W, G, float(scale))
+    arguments = (q.view(int32), local.view(int32), *stores, sink, to, state, T, W, G, float(scale))
     launch(_attend, grid, *arguments, warps=warps, stages=stages, **sizes)
     if parts > 1:
         launch(_join, (T * N,), to, state, o, T * N, D=D, BD=wide, PARTS=parts)
