@@ -65,12 +65,12 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
             missing = family.binary.missing
             compiled = Implementation(name, "cpu", frozenset({"cpu"}), frozenset({"fast"}), fn, missing, True)
             table[name].insert(0, compiled)
+    for family, names in triton.FAMILIES.items():  # one source for both, where it was built
+        for name in names:
+            table[name][:0] = _triton(family, name)
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
         numerics = frozenset({"float", "fast"})
         table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
-    for family, names in triton.FAMILIES.items():  # behind all, so only where it is asked for, until it is measured
-        for name in names:
-            table[name] += _triton(family, name)
     return {name: tuple(rows) for name, rows in table.items()}
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor, bfloat16, empty, float32
 
 from deepinfer_kernels.reference.numerics import Numerics
-from deepinfer_kernels.triton.formats import bf16, dot
+from deepinfer_kernels.triton.formats import bf16
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 
 #: inputs of one partial sum: enough parts to fill a device with a few tokens, few enough to add up quickly
@@ -30,13 +30,10 @@ def _project(X, FN, PART, T, M: tl.constexpr, K: tl.constexpr, WIDE: tl.constexp
     for k0 in range(0, EACH, BK):
         k = part * EACH + k0 + tl.arange(0, BK)
         x = tl.load(X + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
+        x = x.to(tl.float32)
         fn = tl.load(FN + m[None, :] * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
-        # an f32 is the sum of three bf16, and products of bf16 are exact in f32
-        for _ in tl.static_range(3):
-            high = bf16(fn)
-            acc = dot(x, high, acc)
-            fn -= high.to(tl.float32)
-        square += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+        acc = tl.dot(x, fn, acc, input_precision="ieee")
+        square += tl.sum(x * x, 1)
     to = PART + (part * T + t) * (M + 1)
     tl.store(to[:, None] + m[None, :], acc, mask=(t < T)[:, None] & (m < M)[None, :])
     tl.store(to + M, square, mask=t < T)
@@ -46,7 +43,7 @@ def _project(X, FN, PART, T, M: tl.constexpr, K: tl.constexpr, WIDE: tl.constexp
 def _sum_parts(PART, T, column, mask, M: tl.constexpr, PARTS: tl.constexpr):
     """Columns of all partial sums added in order of the parts."""
     total = tl.load(PART + column, mask=mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
+    for part in range(1, PARTS):
         total += tl.load(PART + part * T * (M + 1) + column, mask=mask, other=0.0)
     return total
 
@@ -97,15 +94,9 @@ def mhc_mixes(
     X, fn, base, scale = contiguous(X), contiguous(fn), contiguous(base), contiguous(scale)
     T, C, H = X.shape
     M, K = C * (C + 2), C * H
-    if (
-        fn.shape != (M, K)
-        or base.shape != (M,)
-        or scale.shape != (3,)
-        or fn.dtype is not float32
-        or X.dtype is not bfloat16
-    ):
+    if fn.shape != (M, K) or base.shape != (M,) or scale.shape != (3,) or fn.dtype is not float32:
         shapes = [tuple(w.shape) for w in (fn, base, scale)]
-        raise ValueError(f"streams {tuple(X.shape)} {X.dtype}, weights {shapes} {fn.dtype}")
+        raise ValueError(f"streams {tuple(X.shape)}, weights {shapes} {fn.dtype}")
     parts = blocks(K, _PART)
     partial = empty((parts, T, M + 1), dtype=float32, device=X.device)
     sizes = dict(M=M, K=K, WIDE=max(16, power_of_two(M)), EACH=_PART, BT=_TOKENS, BK=64)
