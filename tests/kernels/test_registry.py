@@ -57,3 +57,12 @@ def test_reasons_are_sentences():
     grouped = next(i for i in IMPLEMENTATIONS["moe_experts"] if i.backend == "torch")
     assert why_not(grouped, "fast", "cpu") is None
     assert "runs on" in (why_not(grouped, "fast", "ascend950") or "")
+
+
+def test_triton_comes_first_on_gpus_and_gives_way_until_its_kernels_are_built(tmp_path):
+    assert IMPLEMENTATIONS["rms_norm"][0].backend == "triton"
+    for invariant in (False, True):
+        ops = resolve("fast", "sm90", batch_invariant=invariant, cache=tmp_path)
+        assert "triton" not in {i.backend for i in ops.chosen.values()}
+    with pytest.raises(KernelError, match="triton"):
+        resolve("fast", "sm90", {"rms_norm": "triton"}, cache=tmp_path)
