@@ -179,7 +179,8 @@ def prepare(
         if (left := len(alive)) % processes:
             fits = max(n for n in range(1, processes) if left % n == 0)
             raise UsageError(
-                f"--healthy {healthy}: {left} of {reformed.had} ranks are left, which do not divide over {processes} processes",
+                f"--healthy {healthy}: {left} of {reformed.had} ranks are left, "
+                f"which do not divide over {processes} processes",
                 hint=f"--nproc {fits}",
             )
     Share(profile.parallel.ep, profile.parallel.dp, 0, processes)  # refuses processes that do not divide the ranks
