@@ -83,6 +83,40 @@ def test_everything_that_was_queued_is_there_after_closing_but_what_proved_wrong
     again.close()
 
 
+class Gated(Broken):
+    """A store of keys whose first puts wait for the gate."""
+
+    def __init__(self, gate: threading.Event):
+        super().__init__(gate=gate)
+        self.keys: set[bytes] = set()
+
+    def put_many(self, items, traffic) -> int:
+        super().put_many(items, traffic)
+        self.keys |= {key for key, _ in items}
+        return len(items)
+
+    def remove(self, keys) -> int:
+        self.keys -= set(keys)
+        return len(keys)
+
+
+def test_what_proves_wrong_while_it_is_queued_or_being_written_is_not_there_afterwards():
+    gate = threading.Event()
+    store = Gated(gate)
+    behind = WriteBehind(store)  # pyright: ignore[reportArgumentType]
+    for n in range(40):
+        behind.put(key_of(n), PAYLOAD)
+    until = time.monotonic() + 20
+    while store.puts < len(behind._threads) and time.monotonic() < until:
+        time.sleep(0.001)  # both threads are writing, the rest is queued
+    assert store.puts == len(behind._threads)
+    behind.remove([key_of(n) for n in range(39)])
+    behind.put(key_of(0), PAYLOAD)  # computed again
+    gate.set()
+    assert behind.close(20) and behind.failed is None
+    assert store.keys - {key_of(0)} == {key_of(39)}
+
+
 def test_files_that_another_engine_collects_meanwhile_are_not_there(tmp_path, monkeypatch):
     store = open_store(StoreOptions(tmp_path / "kv", namespace=b"n" * 32), "posix")
     for n in range(6):

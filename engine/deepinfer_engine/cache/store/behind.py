@@ -25,6 +25,10 @@ _COLLECT_EVERY = 1024
 _CLOSE_S = 60.0
 
 
+#: number of the put, key, payload; without a key it only wakes a thread
+_Item = tuple[int, Key, Payload]
+
+
 class WriteBehind:
     """Threads that put blocks, and collect what expired or is above the capacity.
 
@@ -39,8 +43,10 @@ class WriteBehind:
         self._traffic: TrafficClass = traffic
         self._lock = threading.Lock()
         self._puts = 0
-        self._wrong: deque[Sequence[Key]] = deque()
-        self._queue: queue.Queue[tuple[Key, Payload] | None] = queue.Queue(DEPTH)
+        self._queued = 0  # blocks handed to ``put`` so far
+        self._deletions: deque[Sequence[Key]] = deque()
+        self._wrong_before: dict[Key, int] = {}  # key: ``_queued`` when it proved wrong
+        self._queue: queue.Queue[_Item | None] = queue.Queue(DEPTH)
         self._threads = [threading.Thread(target=self._run, name="kv-write", daemon=True) for _ in range(_LANES)]
         for thread in self._threads:
             thread.start()
@@ -48,15 +54,23 @@ class WriteBehind:
     def put(self, key: Key, payload: Payload) -> None:
         """Queue a block, or drop it."""
         try:
-            self._queue.put_nowait((key, payload))
+            self._queue.put_nowait((self._queued, key, payload))
         except queue.Full:
             self._drop(1)
+        self._queued += 1
 
     def remove(self, keys: Sequence[Key]) -> None:
-        """Have blocks deleted that proved wrong, before anything else that is queued from here on."""
-        self._wrong.append(keys)
+        """Have blocks deleted that proved wrong, and nothing stored that is queued or being written of them.
+
+        A block that is put again soon afterwards may go with them; it is stored when it is computed the next time.
+        """
+        self._wrong_before.update(dict.fromkeys(keys, self._queued))  # first: a write under way looks here when it ends
+        self._deletions.append(keys)
         with contextlib.suppress(queue.Full):  # then they are awake
-            self._queue.put_nowait((b"", Payload(b"")))
+            self._queue.put_nowait((0, b"", Payload(b"")))
+
+    def _is_wrong(self, item: _Item) -> bool:
+        return item[0] < self._wrong_before.get(item[1], 0)
 
     def _drop(self, count: int) -> None:
         with self._lock:
@@ -65,10 +79,10 @@ class WriteBehind:
     def _run(self) -> None:
         ended = False
         while not ended:
-            items: list[tuple[Key, Payload]] = []
+            items: list[_Item] = []
             item = self._queue.get()
             while item is not None:
-                if item[0]:
+                if item[1]:
                     items.append(item)
                 if len(items) == _GROUP or self._queue.empty():
                     break
@@ -79,20 +93,23 @@ class WriteBehind:
             ended = item is None
             self._serve(items)
 
-    def _serve(self, items: list[tuple[Key, Payload]]) -> None:
+    def _serve(self, items: list[_Item]) -> None:
         with self._lock:
             due, self._puts = self._puts % _COLLECT_EVERY, self._puts + len(items)
-            failed = self.failed
-        if failed is not None:
-            self._drop(len(items))
-            return
         try:
-            while self._wrong:
-                self._store.remove(self._wrong.popleft())
+            while self._deletions:
+                with contextlib.suppress(IndexError):  # the other thread was quicker
+                    self._store.remove(self._deletions.popleft())
+            if self.failed is not None:
+                self._drop(len(items))
+                return
             if items and (due == 0 or due + len(items) > _COLLECT_EVERY):
                 self._store.collect(time.time())
-            if items:
-                self._store.put_many(items, self._traffic)
+            sound = [item for item in items if not self._is_wrong(item)]
+            if sound:
+                self._store.put_many([(key, payload) for _, key, payload in sound], self._traffic)
+            if late := [item[1] for item in sound if self._is_wrong(item)]:
+                self._store.remove(late)
             if self._queue.empty():
                 self._store.flush()
         except Exception as exc:  # the boundary of a thread: nobody else hears of it, and the queue must drain
