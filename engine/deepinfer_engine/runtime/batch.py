@@ -192,9 +192,13 @@ class _Moved:
         """The arrays as tensors on the device, without waiting; there they share one storage and no element."""
         if self.device == "cpu":
             return [torch.from_numpy(np.ascontiguousarray(a)) for a in self.arrays]
-        flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in self.arrays]))
-        parts = flat.to(self.device, non_blocking=True).split([a.size for a in self.arrays])
-        return [part.view(a.shape) for part, a in zip(parts, self.arrays, strict=True)]
+        # each begins on 16 bytes: for other addresses Triton compiles another kernel, at the first step that has them
+        starts = np.cumsum([0, *(a.size + a.size % 2 for a in self.arrays)])
+        flat = np.zeros(starts[-1], dtype=np.int64)
+        for a, at in zip(self.arrays, starts[:-1], strict=True):
+            flat[at : at + a.size] = a.reshape(-1)
+        there = torch.from_numpy(flat).to(self.device, non_blocking=True)
+        return [there[at : at + a.size].view(a.shape) for a, at in zip(self.arrays, starts[:-1], strict=True)]
 
 
 def _shared_out(rows: Sequence[RowInput], floating: int, budget: int) -> list[RowInput]:

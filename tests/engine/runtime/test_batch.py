@@ -92,6 +92,8 @@ def test_arrays_that_travel_together_arrive_as_they_were():
         want = values.T if values.shape == (3, 4) else values
         assert there[number].dtype == torch.int64 and there[number].is_contiguous()
         assert there[number].tolist() == want.tolist()
+        offset = there[number].storage_offset() * 8
+        assert offset % 16 == 0, "kernels are compiled for addresses of whole 16 bytes"
     before = there[1].clone()
     there[0].fill_(77)
     assert torch.equal(there[1], before), "no element is shared"
