@@ -244,6 +244,33 @@ def test_records_have_the_bytes_of_the_reference_and_read_back_exactly(kind: str
     assert torch.equal(loaded.cpu().view(torch.int16), values.cpu()[slots.clamp(min=0)].view(torch.int16))
 
 
+def test_weights_that_kernels_cannot_read_as_they_lie_are_prepared_so_that_they_can():
+    torch.manual_seed(6)
+    ragged = torch.randn(40, 48).to(torch.float8_e4m3fn), torch.randint(120, 130, (2, 2), dtype=torch.uint8), "fp8"
+    strided = torch.randn(40, 128).bfloat16()[:, :64], None, "bf16"
+    for arguments in (ragged, strided):
+        x = torch.randn(3, arguments[0].shape[1]).bfloat16()
+        weight = run(TRITON, "prepare_weight", arguments, {})
+        got = run(TRITON, "linear", (x, weight), {}).cpu().float()
+        torch.testing.assert_close(
+            got, x.float() @ REFERENCE.prepare_weight(*arguments).dense.float().mT, rtol=0.01, atol=0.5
+        )
+
+
+def test_a_row_of_nan_gets_experts_as_in_the_reference():
+    torch.manual_seed(5)
+    x = torch.randn(4, H).bfloat16()
+    x[1] = float("nan")
+    arguments = (x, torch.randn(E, H), torch.randn(E))
+    options = dict(k=K, normalise=True, scale=1.0, temperature=1.0)
+    (ids, weight), (expected, _) = (
+        run(TRITON, "gate_topk", arguments, options),
+        REFERENCE.gate_topk(*arguments, **options),
+    )
+    assert torch.equal(ids.cpu(), expected)
+    assert bool(weight[1].isnan().all()) and not bool(weight[[0, 2, 3]].isnan().any())
+
+
 @pytest.mark.parametrize("kind", ["window", "global", "index"])
 def test_every_stored_byte_reads_as_the_reference_does(kind: str):
     torch.manual_seed(1)

@@ -7,6 +7,7 @@ The weight is the left operand, so that its rows fill the tensor cores' wide sid
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -167,9 +168,13 @@ def bytes_of(weight: Weight) -> Tensor:
 
 
 def prepare_weight(num: Numerics, data: Tensor, scale: Tensor | None, kind: Kind) -> Weight:
-    """The bytes of the checkpoint for fp8 and fp4 (its codes put in halves), the reference's matrix for the rest."""
-    if kind == "f32" or kind == "bf16":
-        return reference.prepare_weight(num, data, scale, kind)
+    """The bytes of the checkpoint for fp8 and fp4 (its codes put in halves), the reference's matrix for the rest.
+
+    Also for fp8 whose inputs do not fill their last tile: kernels read whole groups of 32.
+    """
+    if kind == "f32" or kind == "bf16" or data.shape[-1] % (16 if kind == "fp4" else 32):
+        made = reference.prepare_weight(num, data, scale, kind)
+        return replace(made, data=contiguous(made.data))
     assert scale is not None
     data, scale = data.contiguous().view(uint8), scale.contiguous().view(uint8)
     return Weight(in_halves(data) if kind == "fp4" else data, kind, scale, kind == "fp4")

@@ -248,6 +248,7 @@ def _choose(
     known = (t < T) & (e < E)
     score = _sqrt_softplus(tl.load(LOGIT + t * E + e, mask=known, other=0.0) / temperature)
     left = tl.where(e < E, score + tl.load(BIAS + t * bias_stride + e, mask=known, other=0.0), float("-inf"))
+    left = tl.where(left == left, left, float("inf"))  # NaN is the best, as in a sort: a wrong row gets ids too
     taken = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
     for _ in tl.static_range(K):
         # an expert without a finite score is still better than one taken before
