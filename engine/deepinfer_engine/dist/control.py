@@ -64,7 +64,8 @@ class Channel:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._lock:  # a thread that sends has been woken by the shutdown
+            self._socket.close()
 
 
 def _read(connection: socket.socket, size: int) -> bytes | None:
@@ -252,6 +253,7 @@ class Crew:
                     member.inbox(message[0]).put(message[1])
                 self._changed.notify_all()
             if message is None:
+                member.channel.close()
                 return
 
     def _watch(self) -> None:
