@@ -248,8 +248,11 @@ class Reuse:
         def take(index: int) -> list[bytes | None]:
             try:
                 found = fetch.parts[index].result(max(0.0, fetch.deadline - self.clock()))
-            except Exception:  # late, or the reading thread's error: both are misses
+            except TimeoutError:
                 self.stats.fetch_late += 1
+                return [None] * len(wanted)
+            except Exception:  # the reading thread's error: a miss as well
+                self.stats.fetch_failed += 1
                 return [None] * len(wanted)
             return [None if (payload := found[i]) is None else payload.data for i in wanted]
 

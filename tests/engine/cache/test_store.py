@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_engine.cache.store import segment
 from deepinfer_engine.cache.store.index import Index
 from deepinfer_engine.cache.store.interface import StoreOptions, backend_of, open_store
 from deepinfer_engine.cache.store.record import PAGE, record_bytes
 from deepinfer_engine.cache.tiers import Payload
-from deepinfer_engine.errors import ArtefactError, CapacityError, UsageError
+from deepinfer_engine.errors import ArtefactError, CapacityError, NotReadyError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 WRITER = Path(__file__).with_name("store_writer.py")
@@ -47,6 +48,31 @@ def payload_of(number: int, size: int = SIZE) -> Payload:
 
 def options(path: Path, **changes) -> StoreOptions:
     return StoreOptions(**{"path": path / "kv", "namespace": NAMESPACE, **changes})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_deletion_that_fails_is_told(backend, tmp_path, monkeypatch):
+    store = open_store(options(tmp_path), backend)
+    for n in range(2):
+        store.put(key_of(n), payload_of(n))
+    store.close()
+    path = sorted(p for p in (tmp_path / "kv").rglob("*") if p.suffix in (".seg", ".kv"))[0]
+    with path.open("r+b") as file:
+        file.seek(PAGE + 7)
+        file.write(b"\xff\xff\xff")
+    store, real = open_store(options(tmp_path), backend), segment.open_direct
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(segment, "open_direct", lambda p, how: refused() if how & os.O_WRONLY else real(p, how))
+    with pytest.raises(NotReadyError, match="cannot be deleted"):
+        list(store.check(repair=True))
+    before = store.read_errors
+    assert store.remove([key_of(0), key_of(1)]) == 0 and store.read_errors > before
+    monkeypatch.undo()
+    store.close()
 
 
 @pytest.fixture(params=BACKENDS)

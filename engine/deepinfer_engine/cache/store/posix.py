@@ -42,7 +42,7 @@ from deepinfer_engine.cache.store.record import (
     section_pages,
 )
 from deepinfer_engine.cache.tiers import Payload
-from deepinfer_engine.errors import CapacityError, UsageError
+from deepinfer_engine.errors import CapacityError, NotReadyError, UsageError
 
 _T = TypeVar("_T")
 _READERS = 8
@@ -301,7 +301,10 @@ class PosixStore:
             except OSError as exc:
                 problem = f"read failed: {exc.strerror}"
             if problem and repair:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as exc:
+                    raise NotReadyError(f"{path}: wrong, and cannot be deleted: {exc.strerror}") from None
             yield Checked(str(path.relative_to(self.options.path)), 0, problem)
 
     def remove(self, keys: Sequence[Key]) -> int:

@@ -47,7 +47,7 @@ from deepinfer_engine.cache.store.record import (
     section_pages,
 )
 from deepinfer_engine.cache.tiers import Payload
-from deepinfer_engine.errors import ArtefactError, CapacityError, UsageError
+from deepinfer_engine.errors import ArtefactError, CapacityError, NotReadyError, UsageError
 
 #: a segment is preallocated: large enough to be unlinked rarely, small enough to expire as one
 _SEGMENT_BYTES = 256 << 20
@@ -542,37 +542,40 @@ class SegmentStore:
                     problem = f"read failed: {exc.strerror}"
                 finally:
                     self._release(file)
-            if problem and repair:
-                self._delete(key, place)
+            if problem and repair and not self._delete(key, place):
+                raise NotReadyError(f"{self.options.path}: a wrong block cannot be deleted", hint="make it writable")
             yield Checked(file.segment.name if file is not None else f"segment {place.segment}", place.offset, problem)
 
     def remove(self, keys: Sequence[Key]) -> int:
         """See ``BlockStore``. The header page is overwritten, so that a scan does not bring the record back."""
         self.flush()
         places = self._index.find(keys)
-        for key, place in places.items():
-            self._delete(key, place)
-        return len(places)
+        return sum([self._delete(key, place) for key, place in places.items()])
 
-    def _delete(self, key: Key, place: Place) -> None:
-        """Forget a record and overwrite its header; one that cannot be written leaves the index alone."""
+    def _delete(self, key: Key, place: Place) -> bool:
+        """Forget a record and overwrite its header; False where that failed, and a scan would find it again."""
         self._index.remove(key, place)
         with self._lock:
             self._places.pop(key, None)
             self._renew.pop(key, None)
         segment = self._index.segment(place.segment)
         if segment is None:
-            return
+            return True
         try:
             fd, _ = open_direct(self.options.path / segment.name, os.O_WRONLY)
+        except FileNotFoundError:
+            return True
         except OSError:
-            return
+            self._unreadable()
+            return False
         try:
             write_all(fd, memoryview(mmap.mmap(-1, PAGE)), place.offset)
         except OSError:
             self._unreadable()
+            return False
         finally:
             os.close(fd)
+        return True
 
     def stats(self) -> StoreStats:
         """See ``BlockStore``."""
