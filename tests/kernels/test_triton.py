@@ -70,6 +70,18 @@ def test_kernels_of_every_kind_compile_for_a_gpu_that_is_not_there(tmp_path: Pat
     assert len(status) > 20 and {s for _, s in status} == {"built"}, done.stdout
 
 
+def test_no_number_of_tokens_of_a_step_takes_a_product_that_is_not_made_ahead():
+    from deepinfer_kernels.triton.linear import parts, tile
+    from deepinfer_kernels.triton.shapes import _TOKENS
+
+    for outs, inner in ((160, 512), (512, 4096), (1024, 4096), (1536, 4096), (8192, 4096), (32768, 1536)):
+
+        def form(tokens: int, outs: int = outs, inner: int = inner) -> tuple:
+            return tile(tokens, outs), parts(tokens, outs, inner, tile(tokens, outs))
+
+        assert {form(tokens) for tokens in range(1, 8193)} == {form(tokens) for tokens in _TOKENS}, (outs, inner)
+
+
 def test_what_is_announced_is_what_the_modules_hold():
     """The signatures too: the registry takes them from the reference, without importing triton."""
     import importlib

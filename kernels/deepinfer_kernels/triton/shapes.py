@@ -18,8 +18,8 @@ from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe
 from deepinfer_kernels.triton.launch import Call, recording
 
 _NUM = NUMERICS["fast"]
-#: numbers of tokens between which no operation changes its tiles or parts: one of each range
-_TOKENS = (1, 17, 33, 65)
+#: numbers of tokens of every tile and number of parts: parts halve when tiles of tokens double, up to 8192 of a step
+_TOKENS = (1, 17, 33, 65, 256, 512, 1024, 2048, 4096, 8192)
 #: mean rows of an expert slot, likewise
 _ROWS = (1, 13, 49)
 
