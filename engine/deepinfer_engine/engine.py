@@ -505,7 +505,12 @@ class Engine:
         planner, spec = self.scheduler.planner, self.runner.speculation
         if planner is None or spec is None:
             return
-        judged = [(self._survivals[u][:n], out.accepted[u]) for u, n in out.verified.items() if u in self._survivals]
+        # a row that ended inside its accepted drafts says nothing about those behind
+        judged = [
+            (self._survivals[u][:n], out.accepted[u])
+            for u, n in out.verified.items()
+            if u in self._survivals and len(out.tokens[u]) > out.accepted[u]
+        ]
         hoped = sum(float(s.sum()) for s, _ in judged)
         if hoped:
             planner.outcome(hoped, sum(accepted for _, accepted in judged))

@@ -32,21 +32,23 @@ def read_prompts(spec: Recipe, path: Path) -> tuple[tuple[PlannedRequest, ...], 
     if not path.is_file():
         raise ArtefactError(f"{path}: no such file", hint="load.file is relative to the recipe")
     items = read_items(path, defaults, thinking=None)
-    problems = [f"line {i.line}: {text}" for i in items if (text := _unfit(i.sampling))]
+    problems = [f"line {i.line}: {text}" for i in items if (text := _unfit(i.sampling, load.output_tokens))]
     if problems:
         raise bad_lines(path, problems)
     order = np.random.default_rng([spec.seed, 2]).permutation(len(items)) if load.shuffle else np.arange(len(items))
     count = len(items) if spec.requests is None else spec.requests
     drawn = [items[order[i % len(items)]] for i in range(count + spec.warmup.requests)]
     planned = [
-        PlannedRequest(i, None, min(item.sampling.max_tokens, load.output_tokens), (), text=item)
+        PlannedRequest(i, None, item.sampling.max_tokens, (), text=item)
         for i, item in ((i if i < count else i - count, item) for i, item in enumerate(drawn))
     ]
     return tuple(planned[:count]), tuple(planned[count:]), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _unfit(sampling: SamplingParams) -> str | None:
-    """Why a line's settings cannot be measured, or None."""
+def _unfit(sampling: SamplingParams, most: int) -> str | None:
+    """Why a line's settings cannot be measured, or None. ``most``: tokens that the recipe allows an answer."""
+    if sampling.max_tokens > most:
+        return f"max_tokens is {sampling.max_tokens}, the recipe's load.output_tokens is {most}"
     if sampling.n != 1:
         return f"n is {sampling.n}, a benchmark's request has one answer"
     return "ignore_eos is true; an answer ends where the model ends it" if sampling.ignore_eos else None

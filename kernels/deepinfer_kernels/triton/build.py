@@ -150,9 +150,16 @@ def _compile(kernel: Kernel, platform: str, tools: str, cache: Path) -> Built:
     except Exception as exc:  # whatever the compiler raises is this kernel's result, the others go on
         detail = (str(exc).strip() or type(exc).__name__).splitlines()[0]
         return Built(name, "failed", time.perf_counter() - began, None, detail, op=kernel.op)
-    handle, part = tempfile.mkstemp(dir=folder, prefix=f".{name}-", suffix=".part")
-    with os.fdopen(handle, "wb") as file:
-        file.write(cubin)
     path = folder / f"{name}-{kernel.key(platform, tools)}-{hashlib.sha256(cubin).hexdigest()[:8]}.cubin"
-    Path(part).replace(path)
+    part = None
+    try:
+        handle, part = tempfile.mkstemp(dir=folder, prefix=f".{name}-", suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        Path(part).replace(path)
+    except OSError as exc:
+        if part is not None:
+            Path(part).unlink(missing_ok=True)
+        detail = f"cannot write {path}: {exc.strerror}"
+        return Built(name, "failed", time.perf_counter() - began, None, detail, op=kernel.op)
     return Built(name, "built", time.perf_counter() - began, path, op=kernel.op)
