@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -35,6 +36,9 @@ from deepinfer_engine.errors import DeepInferError
 
 #: Base of every complaint about a command line; Typer exports only its subclass BadParameter.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+#: what the system says when there is no room to write
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 _EPILOG = "Exit codes: 0 done, 1 bug, 2 usage, 3 not ready, 4 bad artefact, 5 partial, 6 check failed, 7 peer lost."
 
@@ -116,6 +120,9 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's) and return its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it: nobody reads what is written there
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = get_command(app)
     if "_DEEPINFER_COMPLETE" in os.environ:  # the shell asks for completions
@@ -131,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         render.error("interrupted")
         return 130
     except BrokenPipeError:
-        # whoever read stdout has seen enough; nothing may be written at interpreter exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_stdout()  # whoever read it has seen enough
         return 130
     except DeepInferError as exc:
         render.error(exc.message, exc.hint)
@@ -141,11 +147,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         render.error(*_usage_error(exc))
         return 2
     except Exception as exc:  # the process boundary: whatever arrives here is a bug and is kept for its report
+        if isinstance(exc, OSError) and exc.errno in _FULL:
+            _drop_stdout()
+            where = f" {exc.filename}" if exc.filename else ""
+            render.error(f"cannot write{where}: {exc.strerror}", "make room there; a batch goes on with --resume")
+            return 3
         if _is_out_of_memory(exc):
             render.error(f"out of memory: {exc}", "lower sched.max_rows_per_rank or cache.hbm_tokens_per_rank")
             return 3
         render.error(f"this is a bug in deepinfer: {type(exc).__name__}: {exc}", f"report it with {_keep_traceback()}")
         return 1
+
+
+def _drop_stdout() -> None:
+    """Nothing may be written to stdout any more, at interpreter exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _is_out_of_memory(exc: Exception) -> bool:

@@ -58,6 +58,8 @@ def writable(path: Path | None) -> Path | None:
         raise UsageError(f"{path}: is a folder", hint="give the name of a file")
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"{path}: its folder does not exist", hint="check the folder of the file to write")
+    if path is not None and path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
+        raise UsageError(f"{path}: is not a regular file", hint="without it the result goes to stdout")
     return path
 
 
