@@ -1,4 +1,4 @@
-"""Results that cannot be written: a full disk is no bug, a device is never replaced, a closed stdout is nobody reading."""
+"""Results that cannot be written: a full disk is no bug, a device is never replaced, nobody may be reading stdout."""
 
 from __future__ import annotations
 
