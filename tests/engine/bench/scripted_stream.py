@@ -48,7 +48,8 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.lock = threading.Lock()
-        self.in_flight = self.most_in_flight = 0
+        self.answering: set[int] = set()
+        self.most_in_flight = 0
         self.released = threading.Event()
         server = self
 
@@ -78,34 +79,36 @@ class Server:
             number = len(self.bodies)
             self.bodies.append(body)
             self.paths.append(request.path)
-            self.in_flight += 1
-            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            self.answering.add(number)
+            self.most_in_flight = max(self.most_in_flight, len(self.answering))
         try:
-            self._send(request, self.script(number, body), request.path.endswith("/chat/completions"))
+            done = self._send(request, self.script(number, body), request.path.endswith("/chat/completions"))
+            with self.lock:
+                self.answering.discard(number)  # before the client can know that the answer is over
+            request.wfile.write(done)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the client gave up, as some tests want
         finally:
             with self.lock:
-                self.in_flight -= 1
+                self.answering.discard(number)
 
-    def _send(self, request: BaseHTTPRequestHandler, turn: Turn, chat: bool) -> None:
+    def _send(self, request: BaseHTTPRequestHandler, turn: Turn, chat: bool) -> bytes:
+        """Everything but what ends the answer, which is returned."""
         request.send_response(turn.status)
         request.send_header("Content-Type", turn.content_type if turn.status == 200 else "application/json")
         request.end_headers()
         out = request.wfile
         if turn.status != 200:
-            out.write(json.dumps({"error": {"message": f"scripted status {turn.status}"}}).encode())
-            return
+            return json.dumps({"error": {"message": f"scripted status {turn.status}"}}).encode()
         self.released.wait(turn.wait_s)
         if turn.raw is not None:
-            out.write(turn.raw)
-            return
+            return turn.raw
         if chat:
             out.write(event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))
         sent = 0
         for number in range(-(-turn.tokens // turn.per_chunk)):
             if turn.cut_after == number:
-                return
+                return b""
             if number:
                 self.released.wait(turn.gap_s)
             sent = min(turn.tokens, sent + turn.per_chunk)
@@ -117,7 +120,7 @@ class Server:
         out.write(event({"choices": [last if chat else {"index": 0, "text": "", "finish_reason": turn.finish}]}))
         if turn.usage:
             out.write(event({"choices": [], "usage": counts(turn, turn.tokens)}))
-        out.write(b"data: [DONE]\n\n")
+        return b"data: [DONE]\n\n"
 
 
 def counts(turn: Turn, generated: int) -> dict[str, Any]:
@@ -142,7 +145,7 @@ def serving(script: Script) -> Iterator[Server]:
     finally:
         server.released.set()
         deadline = time.monotonic() + 5
-        while server.in_flight and time.monotonic() < deadline:
+        while server.answering and time.monotonic() < deadline:
             time.sleep(0.01)
         server.http.shutdown()
         server.http.server_close()
