@@ -17,7 +17,9 @@ from deepinfer_engine.bench.result import BenchResult, Meta
 from deepinfer_engine.bench.writers import inferencex_document, request_objects, vllm_document
 
 STATUSES: tuple[Status, ...] = ("completed", "failed", "cancelled", "unsent")
-SECONDS = st.floats(0, 100, allow_nan=False)
+#: what a clock can tell: whole nanoseconds
+SECONDS = st.integers(0, 100_000_000_000).map(lambda ns: ns / 1e9)
+GAPS = st.integers(0, 5_000_000_000).map(lambda ns: ns / 1e9)
 
 
 @st.composite
@@ -31,7 +33,7 @@ def request_rows(draw: st.DrawFn) -> list[RequestRow]:
             continue
         start = draw(SECONDS)
         sizes = draw(st.lists(st.integers(1, 4), max_size=6))
-        gaps = draw(st.lists(st.floats(0, 5), min_size=len(sizes) + 1, max_size=len(sizes) + 1))
+        gaps = draw(st.lists(GAPS, min_size=len(sizes) + 1, max_size=len(sizes) + 1))
         at, chunks = start, []
         for gap, size in zip(gaps, sizes, strict=False):
             at += gap
