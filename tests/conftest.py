@@ -13,7 +13,9 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parents[1]
 
 # Wall-clock deadlines per example fail at random on a busy machine; pytest-timeout bounds the whole test instead.
-settings.register_profile("deepinfer", deadline=None)
+# The same examples every time, so that a run judges the change; `--hypothesis-profile explore` looks further.
+settings.register_profile("deepinfer", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("deepinfer")
 
 
