@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,8 @@ def command(
     codec = ChatCodec(launch.checkpoint.directory, launch.checkpoint.config)
     with render.progress("loading", quiet=quiet) as advance:
         engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # the message then names the line
     if sys.stdin.isatty():
         render.note("/help lists the commands, Ctrl-D leaves", quiet=quiet)
     with engine:
@@ -99,6 +102,7 @@ class _Conversation:
         self._system = system
         self._turns: list[dict[str, Any]] = []
         self._answers = 0
+        self._lines = 0
 
     def run(self) -> None:
         """Answer lines until the input ends or /exit."""
@@ -125,8 +129,11 @@ class _Conversation:
         except KeyboardInterrupt:
             sys.stderr.write("\n")
             return None
-        except UnicodeDecodeError as exc:
-            raise UsageError(f"stdin: not UTF-8 at byte {exc.start}") from None
+        try:
+            line.encode()
+        except UnicodeEncodeError as exc:
+            raise UsageError(f"stdin: line {self._lines + 1} is not UTF-8 at character {exc.start + 1}") from None
+        self._lines += 1
         return line or None
 
     def _control(self, text: str) -> None:

@@ -51,7 +51,7 @@ class Always:
     def outcome(self, hoped: float, accepted: int) -> None:
         self.planner.outcome(hoped, accepted)
 
-    def plan(self, rows: int, *, extra_ms: float = 0.0) -> Choice:
+    def plan(self, rows: int) -> Choice:
         drafts = self.planner.curve.draft_tokens
         return Choice("off", 0, 0.0) if self.way == "none" else Choice("fixed", rows * drafts, 0.0)
 

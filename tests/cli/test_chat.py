@@ -62,3 +62,13 @@ def test_conversation_that_no_longer_fits(model: Path, capsys: pytest.CaptureFix
     assert "the context holds 1024" in err and "/reset starts a new conversation" in err
     assert err.count("prompt + 6 tokens") == 1 or "prompt + " in err
     assert len(out.splitlines()) >= 1
+
+
+def test_a_line_that_is_not_utf8_is_named(model: Path, capsys: pytest.CaptureFixture[str]):
+    stdin, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(b"hello\na\xff\n"), encoding="utf-8")
+    try:
+        sets = ("--set", "sched.max_context_tokens=1024", "--set", "numerics.mode=float")
+        assert main(["chat", "--model", str(model), *sets, "--no-thinking", "--max-tokens", "6"]) == 2
+    finally:
+        sys.stdin = stdin
+    assert "stdin: line 2 is not UTF-8 at character 2" in capsys.readouterr().err

@@ -186,7 +186,7 @@ class AnyBudget:
     def outcome(self, hoped: float, accepted: int) -> None:
         assert hoped >= 0 and accepted >= 0
 
-    def plan(self, rows: int, *, extra_ms: float = 0.0) -> Choice:
+    def plan(self, rows: int) -> Choice:
         way = self.rng.choice(("off", "fixed", "adaptive", "adaptive"))
         self.ways[way] += 1
         return Choice(way, self.rng.randrange(0, 5 * rows + 1), 0.0)

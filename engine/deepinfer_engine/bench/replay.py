@@ -22,7 +22,7 @@ from deepinfer_engine.bench.run import Interrupts
 from deepinfer_engine.cache.replay import DecoderReplay, ReplayShape, ReplaySpan, plan_prefill
 from deepinfer_engine.config.model import BLOCK_TOKENS, ModelConfig
 from deepinfer_engine.cost.work import prompt_flops
-from deepinfer_engine.errors import CapacityError, CheckFailed, Interrupted
+from deepinfer_engine.errors import CapacityError, CheckFailed, Interrupted, UsageError
 from deepinfer_engine.types import Request, SamplingParams
 
 #: share of the second prompt that the first one left in the cache
@@ -187,10 +187,15 @@ def _check_lengths(lengths: Sequence[int], target: EngineTarget, shape: ReplaySh
     context = min(target.engine.profile.sched.max_context_tokens, target.engine.config.max_position_embeddings)
     for length in lengths:
         least = 2 * BLOCK_TOKENS + shape.final_rows
-        if not least <= length < context:
+        if length < least:
+            raise UsageError(
+                f"a prompt of {length} tokens, expected {least} to {context - 1}: a hit needs two blocks and the "
+                "final rows"
+            )
+        if length >= context:
             raise CapacityError(
-                f"a prompt of {length} tokens, expected {least} to {context - 1}: a hit needs two blocks and the final "
-                f"rows, an answer one token of the context of {context}",
+                f"a prompt of {length} tokens, expected {least} to {context - 1}: an answer needs one token of the "
+                f"context of {context}",
                 hint="raise sched.max_context_tokens, or choose other lengths",
             )
 

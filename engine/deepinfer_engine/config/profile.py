@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from deepinfer_engine.config import complaint, resources, rules
 from deepinfer_engine.config.schema import LABELS, Profile, known_keys, leaves
+from deepinfer_engine.config.strict_json import printable
 from deepinfer_engine.config.yaml import Document, KeyPath, format_scalar, parse_scalar, parse_yaml, read_yaml
 from deepinfer_engine.errors import ProfileError
 
@@ -173,7 +174,7 @@ def _load(document: Document, sets: Sequence[str], *, folder: Path | None, is_ba
 
 def _section_of(document: Document) -> dict[str, Any]:
     if not isinstance(document.value, dict):
-        found = "a list" if isinstance(document.value, list) else f"{document.value!r}"
+        found = "a list" if isinstance(document.value, list) else repr(printable(str(document.value)))
         raise ProfileError(f"{document.at_value(())}: found {found}, expected keys and values")
     return document.value
 

@@ -71,38 +71,37 @@ def prospect(survival_BJ: np.ndarray, cap_B: np.ndarray | None = None) -> np.nda
     return np.concatenate(([0.0], np.cumsum(best)))
 
 
-def rates(curve: StepCurve, rows: int, gain_K: np.ndarray, *, extra_ms: float = 0.0) -> dict[Way, Choice]:
-    """The best choice on each of the three ways. ``gain_K`` is a prospect; ``extra_ms`` is added to every step
-    (prefill rows that run with it). Equal rates of two budgets go to the smaller one."""
+def rates(curve: StepCurve, rows: int, gain_K: np.ndarray) -> dict[Way, Choice]:
+    """The best choice on each of the three ways; of equal budgets the smaller. ``gain_K`` is a prospect."""
     most = len(gain_K) - 1
-    times = curve.adaptive(rows, np.arange(most + 1)) + extra_ms
+    times = curve.adaptive(rows, np.arange(most + 1))
     speed = (rows + gain_K) / times
     best = int(speed.argmax())
     return {
-        "off": Choice("off", 0, 1e3 * rows / (curve.off(rows) + extra_ms)),
-        "fixed": Choice("fixed", most, 1e3 * float(rows + gain_K[-1]) / (curve.fixed(rows) + extra_ms)),
+        "off": Choice("off", 0, 1e3 * rows / curve.off(rows)),
+        "fixed": Choice("fixed", most, 1e3 * float(rows + gain_K[-1]) / curve.fixed(rows)),
         "adaptive": Choice("adaptive", best, 1e3 * float(speed[best])),
     }
 
 
-def best_choice(curve: StepCurve, rows: int, gain_K: np.ndarray, *, extra_ms: float = 0.0) -> Choice:
+def best_choice(curve: StepCurve, rows: int, gain_K: np.ndarray) -> Choice:
     """The fastest way; of equal ones the one that does less: off, then fixed, then adaptive."""
-    found = rates(curve, rows, gain_K, extra_ms=extra_ms)
+    found = rates(curve, rows, gain_K)
     return max((found[way] for way in _WAYS), key=lambda c: c.tokens_s)
 
 
-def regret(curve: StepCurve, survival_BJ: np.ndarray, taken: Choice, *, extra_ms: float = 0.0) -> float:
+def regret(curve: StepCurve, survival_BJ: np.ndarray, taken: Choice) -> float:
     """Share of the expected tokens per second that ``taken`` gave away, knowing the step's own survivals."""
     rows = len(survival_BJ)
     gain = prospect(survival_BJ)
-    best = best_choice(curve, rows, gain, extra_ms=extra_ms)
+    best = best_choice(curve, rows, gain)
     budget = min(taken.budget, len(gain) - 1)
     if taken.way == "off":
-        got = rows / (curve.off(rows) + extra_ms)
+        got = rows / curve.off(rows)
     elif taken.way == "fixed":
-        got = (rows + gain[-1]) / (curve.fixed(rows) + extra_ms)
+        got = (rows + gain[-1]) / curve.fixed(rows)
     else:
-        got = (rows + gain[budget]) / (float(curve.adaptive(rows, np.array(budget))) + extra_ms)
+        got = (rows + gain[budget]) / float(curve.adaptive(rows, np.array(budget)))
     return float(1 - 1e3 * got / best.tokens_s)
 
 
@@ -168,18 +167,15 @@ class BudgetPlanner:
         if self.verify == "adaptive":
             self.history.add(survival_BJ)
 
-    def plan(self, rows: int, *, extra_ms: float = 0.0) -> Choice:
-        """The choice for a step of ``rows`` decode rows; all drafts until something was observed.
-
-        ``extra_ms``: predicted time of prefill rows in the same step.
-        """
+    def plan(self, rows: int) -> Choice:
+        """The choice for a step of ``rows`` decode rows; all drafts until something was observed."""
         if rows < 1:
             raise UsageError(f"{rows} rows to plan a verify budget for, expected 1 or more")
         everything = Choice("fixed", rows * self.curve.draft_tokens, 0.0)
         if self.verify == "fixed" or not self.history.rows:
             return everything
         gain = np.minimum(self.trust * self.history.prospect(rows), np.arange(rows * self.curve.draft_tokens + 1))
-        found = rates(self.curve, rows, gain, extra_ms=extra_ms)
+        found = rates(self.curve, rows, gain)
         self._consider(found)
         if self.way == "off":
             self._since_probe += 1
