@@ -30,6 +30,7 @@ from deepinfer_kernels.reference import (
 from deepinfer_kernels.reference.numerics import NUMERICS, Numerics
 from deepinfer_kernels.spec import Implementation
 from deepinfer_kernels.triton import families as triton
+from deepinfer_kernels.vendor import families as vendor
 
 _EVERYWHERE = frozenset({"cpu", "sm90", "sm100"})
 _GPUS = frozenset({"sm90", "sm100"})
@@ -71,6 +72,8 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
         numerics = frozenset({"float", "fast"})
         table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
+    for adapter in vendor.ADAPTERS:  # by name only
+        table[adapter.op].append(_vendor(adapter))
     return {name: tuple(rows) for name, rows in table.items()}
 
 
@@ -86,6 +89,22 @@ def _triton(family: str, name: str) -> list[Implementation]:
         )
         for form, safe in forms.items()
     ]
+
+
+def _vendor(adapter: vendor.Adapter) -> Implementation:
+    """A vendor library's form of an operation."""
+    reference = getattr(_FAMILIES[OPS[adapter.op].family], adapter.op)
+    return Implementation(
+        adapter.op,
+        adapter.library,
+        adapter.platforms,
+        adapter.numerics,
+        adapter.operation(reference),
+        adapter.missing,
+        adapter.batch_invariant,
+        auto=False,
+        tolerance=adapter.tolerance,
+    )
 
 
 IMPLEMENTATIONS = _implementations()
@@ -149,14 +168,16 @@ def resolve(
 
 
 def _candidates(name: str, wanted: str | None, backend: str) -> tuple[Implementation, ...]:
-    """Implementations of one operation in order of preference: all, or those of the backend it is held to."""
+    """Implementations of one operation, the preferred first: those that need no name, or of the backend named."""
     every = IMPLEMENTATIONS[name]
+    free = tuple(i for i in every if i.auto)
     if wanted == "auto" or (wanted is None and backend == "auto"):
-        return every
+        return free
     held = tuple(i for i in every if i.backend == (wanted or backend))
     if wanted is not None and not held:
-        raise KernelError(name, (f"no backend {wanted!r}, there are: {', '.join(i.backend for i in every)}",))
-    return held or every
+        known = ", ".join(dict.fromkeys(i.backend for i in every))
+        raise KernelError(name, (f"no backend {wanted!r}, there are: {known}",))
+    return held or free
 
 
 def why_not(

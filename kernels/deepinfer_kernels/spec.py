@@ -49,7 +49,8 @@ class Implementation:
     ``backend`` names the source (reference, torch, cpp, triton, …), ``platforms`` where it runs, ``numerics`` the
     modes it honours. ``missing``, given the kernel cache (None: the user's), says in one sentence what is absent on
     this machine, or None when it can run.
-    ``batch_invariant``: an output row has the same bits whatever else is in the call.
+    ``batch_invariant``: an output row has the same bits whatever else is in the call. ``auto``: may be chosen without
+    being named. ``tolerance``: where it differs from the operation's.
     """
 
     op: str
@@ -59,3 +60,5 @@ class Implementation:
     fn: Callable[..., Any]
     missing: Callable[[Path | None], str | None] = field(default=lambda cache: None)
     batch_invariant: bool = False
+    auto: bool = True
+    tolerance: Tolerance | None = None

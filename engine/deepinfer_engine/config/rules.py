@@ -14,10 +14,11 @@ MAX_REPLICAS = 16
 #: Tokens per block of block KV, the unit of every tier.
 BLOCK_TOKENS = 128
 
+_GPU = ("auto", "reference", "triton", "tilelang", "deep_gemm", "flash_mla", "tile_kernels")
 _BACKENDS = {
     "cpu": ("auto", "reference", "cpu"),
-    "sm90": ("auto", "reference", "triton", "tilelang", "vendor"),
-    "sm100": ("auto", "reference", "triton", "tilelang", "vendor"),
+    "sm90": _GPU,
+    "sm100": _GPU,
     "ascend950": ("auto", "reference", "tilelang", "ascend"),
 }
 

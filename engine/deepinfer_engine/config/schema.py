@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Platform = Literal["cpu", "sm90", "sm100", "ascend950"]
 Role = Literal["prefill", "decode", "both"]
-Backend = Literal["auto", "reference", "cpu", "triton", "tilelang", "vendor", "ascend"]
+Backend = Literal["auto", "reference", "cpu", "triton", "tilelang", "deep_gemm", "flash_mla", "tile_kernels", "ascend"]
 
 #: Largest integer every JSON reader keeps exactly.
 _MAX_INT = 2**53 - 1

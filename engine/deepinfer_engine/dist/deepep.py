@@ -29,8 +29,9 @@ from deepinfer_engine.dist.placement import Placement, SlotTable
 from deepinfer_engine.dist.replica import Choice, choose
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.errors import NotReadyError
+from deepinfer_kernels.vendor.libraries import LIBRARIES
 
-_INSTALL = "build DeepEP from https://github.com/deepseek-ai/DeepEP, or use parallel.transport torch"
+_INSTALL = f"{LIBRARIES['deep_ep'].install} says what it takes; or use parallel.transport torch"
 
 
 @dataclass(frozen=True)

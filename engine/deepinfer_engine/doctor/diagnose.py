@@ -47,7 +47,7 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("libraries", "collectives", partial(libraries.check_mapped, system, profile)),
         Check("kernels", "tools", on_platform(partial(toolchain.check_tools, system))),
         Check("kernels", "package names", partial(vendor.check_names, system)),
-        Check("kernels", "vendor libraries", on_platform(partial(vendor.check_capabilities, system))),
+        Check("kernels", "vendor libraries", on_platform(partial(vendor.check_capabilities, system, profile))),
         Check("kernels", "operations", on_platform(partial(implementations.check_implementations, profile))),
         Check("kernels", "step loop", on_platform(partial(implementations.check_step_loop, profile))),
         Check("kernels", "compiled kernels", on_platform(partial(implementations.check_compiled, profile))),

@@ -126,17 +126,20 @@ class System:
             return None
         return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
 
-    def attributes(self, module: str, names: tuple[str, ...]) -> tuple[list[str], str | None]:
+    def attributes(
+        self, module: str, names: tuple[str, ...], folder: Path | None = None
+    ) -> tuple[list[str], str | None]:
         """Which of ``names`` a module has, found in a child process, so that a crashing import harms nobody.
 
-        The second value is the reason when it cannot be imported.
+        ``folder`` is looked into before the environment. The second value is the reason when it cannot be imported.
         """
         code = (
             "import importlib, json, sys\n"
-            "m = importlib.import_module(sys.argv[1])\n"
-            "print(json.dumps([n for n in sys.argv[2:] if hasattr(m, n)]))\n"
+            "sys.path.insert(0, sys.argv[1])\n"
+            "m = importlib.import_module(sys.argv[2])\n"
+            "print(json.dumps([n for n in sys.argv[3:] if hasattr(m, n)]))\n"
         )
-        argv = [sys.executable, "-c", code, module, *names]
+        argv = [sys.executable, "-c", code, str(folder or ""), module, *names]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
         except subprocess.TimeoutExpired:

@@ -41,7 +41,7 @@ class Machine(System):
     def module_file(self, name):
         return f"/site/{name}/__init__.py" if name in self.modules else None
 
-    def attributes(self, module, names):
+    def attributes(self, module, names, folder=None):
         found = self.given_attributes[module]
         return (list(found), None) if isinstance(found, tuple) else ([], found)
 

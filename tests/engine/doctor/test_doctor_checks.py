@@ -24,6 +24,7 @@ from deepinfer_engine.doctor.diagnose import checks, diagnose
 from deepinfer_engine.doctor.finding import Check, Finding, run_checks
 from deepinfer_engine.doctor.system import System, at_least, version_tuple
 from deepinfer_engine.errors import CapacityError
+from deepinfer_kernels.vendor.libraries import LIBRARIES
 
 _spec = importlib.util.spec_from_file_location("doctor_machines", Path(__file__).with_name("machines.py"))
 assert _spec is not None and _spec.loader is not None
@@ -316,12 +317,12 @@ def test_repackaged_copy_warns(tmp_path):
 def test_vendor_library_is_judged_by_its_functions(tmp_path):
     def probe(found):
         machine = Machine(tmp_path, modules=["deep_gemm"], attributes={"deep_gemm": found}, torch=cuda_torch())
-        return one(vendor.check_capabilities(machine, "sm90"), "deep_gemm")
+        return one(vendor.check_capabilities(machine, None, "sm90"), "deep_gemm")
 
-    every = tuple(name for name, _ in vendor._VENDORS[0].capabilities)
+    every = tuple(c.function for c in LIBRARIES["deep_gemm"].capabilities)
     assert probe(every).status == "pass"
     part = probe(("fp8_fp4_gemm_nt",))
-    assert part.status == "warn" and "lacks grouped experts" in part.found
+    assert part.status == "warn" and "lacks BF16 products, grouped BF16 experts" in part.found
     none = probe(())
     assert none.status == "fail" and "not the library of this name" in none.found
     broken = probe("ImportError: libcudart.so.12: cannot open shared object file")
@@ -330,9 +331,17 @@ def test_vendor_library_is_judged_by_its_functions(tmp_path):
 
 def test_vendor_library_is_not_imported_without_an_accelerator(tmp_path):
     machine = Machine(tmp_path, modules=["deep_gemm"])  # asking for its attributes would be a KeyError
-    findings = vendor.check_capabilities(machine, "cpu")
+    findings = vendor.check_capabilities(machine, None, "cpu")
     expect(findings, "deep_gemm", "pass", "not loaded")
     expect(findings, "vendor libraries", "pass", "flash_mla, deep_ep, deep_select")
+
+
+def test_operations_that_a_vendor_could_compute_are_listed_as_unverified(tmp_path):
+    (absent,) = vendor.check_capabilities(Machine(tmp_path), None, "sm100")
+    lines = [line for line in absent.details if line.startswith("deep_gemm, when kernels.overrides names it")]
+    assert any("linear (reference)" in line and "unverified" in line for line in lines)
+    (hopper,) = vendor.check_capabilities(Machine(tmp_path), None, "sm90")
+    assert not any("linear (reference)" in line for line in hopper.details)
 
 
 def test_attributes_are_found_in_a_child_process(tmp_path, monkeypatch):
@@ -375,9 +384,9 @@ def test_operation_without_an_implementation_fails_with_the_reasons():
     (finding,) = implementations.check_implementations(None, "ascend950")
     assert finding.status == "fail" and "not on ascend950" in finding.found
     (finding,) = implementations.check_implementations(
-        profile("h200x1-nano", "kernels.overrides.attend=vendor"), "sm90"
+        profile("h200x1-nano", "kernels.overrides.attend=deep_gemm"), "sm90"
     )
-    assert finding.status == "fail" and "no backend 'vendor'" in finding.found
+    assert finding.status == "fail" and "no backend 'deep_gemm'" in finding.found
     (finding,) = implementations.check_implementations(profile("cpu-nano", "kernels.overrides.atend=cpu"), "cpu")
     assert finding.status == "fail" and "atend" in finding.found
 
