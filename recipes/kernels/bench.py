@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from deepinfer_kernels.reference import attention as ref_attention
 from deepinfer_kernels.reference import index as ref_index
@@ -35,6 +36,9 @@ from deepinfer_kernels.triton.linear import Tile
 
 #: torch's products of FP8 operands, which have no public name
 _scaled_mm, _scaled_grouped_mm = (getattr(torch, name) for name in ("_scaled_mm", "_scaled_grouped_mm"))
+
+#: compiled at its first call
+_flex = torch.compile(flex_attention, dynamic=False)
 
 NUM = NUMERICS["fast"]
 #: V4.1-Flash: hidden, heads, head dim, query latent, output groups and their rank, experts, choices, expert width
@@ -182,6 +186,11 @@ def _attend(T: int, prefill: bool) -> Case:
         q, keys = bf(T, 1, N, D), bf(T, 1, 640, D)
         return lambda: F.scaled_dot_product_attention(q, keys, keys)
 
+    def flex() -> Call:
+        q, keys = bf(T, 1, N, D), bf(T, 1, 640, D)
+        options: Any = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}  # what fits for this width
+        return lambda: _flex(q, keys, keys, scale=D**-0.5, kernel_options=options)
+
     def plain() -> Call:
         q, local = bf(T, N, D), bf(T, D)
         slots = torch.randint(0, 65536, (T, 512), device="cuda")
@@ -190,7 +199,8 @@ def _attend(T: int, prefill: bool) -> Case:
     # the records of a prefill chunk are shared by its queries; at worst every query of a decode step reads its own
     records = T * D * 2 + 4 * 134 * 528 if prefill else T * 128 * 528
     records += 65536 * 288 if prefill else T * 512 * 288
-    others = {"SDPA of gathered bf16 keys": dense} | ({} if prefill else {"plain torch": plain})
+    others = {"SDPA of gathered bf16 keys": dense, "flex_attention of gathered bf16 keys": flex}
+    others |= {} if prefill else {"plain torch": plain}
     what = "prefill" if prefill else "decode"
     return Case(f"attend_cached {what} T{T} 128+512", records + 4 * T * N * D, 4 * T * N * D * 640, ours, others)
 
