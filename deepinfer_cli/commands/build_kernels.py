@@ -32,8 +32,8 @@ class Target(StrEnum):
 
 def command(
     target: Annotated[
-        Target, typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100).")
-    ],
+        Target | None, typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100).")
+    ] = None,
     ops: Annotated[
         str | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the kernels of these operations.")
     ] = None,
@@ -45,6 +45,18 @@ def command(
             help="GPU kernels are for its shapes: deepseek-v4.1-flash, nano, a model folder or a config.json.",
         ),
     ] = "nano",
+    vendor: Annotated[
+        str | None,
+        typer.Option(
+            "--vendor",
+            metavar="NAME",
+            help="Build a vendor library instead: deep_gemm, flash_mla, tile_kernels, deep_ep or deep_select.",
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", metavar="DIR", help="Source tree of that library, instead of fetching it."),
+    ] = None,
     profile: options.Profile = "cpu-nano",
     set_: options.Set = None,
     dry_run: Annotated[
@@ -59,12 +71,16 @@ def command(
     the planner's inner loop. GPU kernels are cubins for the shapes of a model and the expert slots of a rank of the
     profile; no GPU is needed. Engines use what is there when they start.
 
+    A vendor library is fetched at the commit that its adapters know, or taken from a source tree, and built into the
+    cache; with --dry-run its needs and commands are listed. An operation is given to it by kernels.overrides.
+
     \b
     Examples:
       deepinfer build-kernels --target cpu
       deepinfer build-kernels --target cpu --ops moe_experts,rms_norm --dry-run
       deepinfer build-kernels --target sm90 --profile h200x1-nano
       deepinfer build-kernels --target sm100 --model deepseek-v4.1-flash --profile decode-ep64 --format json
+      deepinfer build-kernels --vendor deep_gemm --target sm90 --dry-run
     """
     from deepinfer_engine.config.profile import load_profile
     from deepinfer_kernels import cpp
@@ -73,6 +89,15 @@ def command(
     chosen = load_profile(profile, set_ or ()).profile
     named = chosen.kernels.cache_dir
     cache = cpp.default_cache() if named is None else Path(named)
+    if vendor is not None:
+        from deepinfer_cli.vendor_build import build_vendor
+
+        build_vendor(vendor, cache, source=source, target=target, dry_run=dry_run, format=format, out=out)
+        return
+    if source is not None:
+        raise UsageError("--source is the tree of a vendor library, and none is named", hint="add --vendor NAME")
+    if target is None:
+        raise UsageError("neither --target nor --vendor is given", hint=f"--target is one of {', '.join(Target)}")
     if target is Target.ascend950:
         raise NotReadyError(
             f"no kernels for {target} in this version: {', '.join(t for t in Target if t is not target)} can be built",

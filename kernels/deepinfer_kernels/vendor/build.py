@@ -1,0 +1,317 @@
+"""What it takes to build a vendor library into the kernel cache: tools that must be there, then commands in order.
+
+A library is fetched at the commit its adapters were written against, or taken from a source tree that is given; it is
+installed into a folder of its own under a temporary name, which is renamed at the end. Nothing is ever taken from the
+placeholder names of a package index, and nothing of the environment is changed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deepinfer_kernels import cpp
+from deepinfer_kernels.vendor.libraries import LIBRARIES, Library, site
+
+#: FlashMLA with all its instantiations takes the longest
+_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that must be there: what, what was found (None: nothing), the next step where it does not do."""
+
+    what: str
+    found: str | None
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command with the variables it is given."""
+
+    what: str
+    argv: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def shell(self) -> str:
+        """The command as one would type it."""
+        return " ".join([*(f"{k}={v}" for k, v in self.variables), shlex.join(self.argv)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one library gets into ``target``. ``note``: what the state that would be built does not have."""
+
+    library: str
+    target: Path
+    needs: tuple[Need, ...]
+    steps: tuple[Step, ...]
+    note: str | None = None
+
+    @property
+    def lacking(self) -> tuple[Need, ...]:
+        return tuple(need for need in self.needs if need.fix is not None)
+
+    @property
+    def built(self) -> bool:
+        return (self.target / self.library).is_dir()
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a step; ``detail``: the last line it printed when it failed."""
+
+    step: Step
+    status: Literal["done", "failed"]
+    seconds: float
+    detail: str | None = None
+
+
+class SourceError(Exception):
+    """A source tree that was given is not one of the library, or not complete."""
+
+
+#: files that prove a source tree, and the submodule folders a build reads
+_TREES = {
+    "deep_gemm": (("setup.py", "deep_gemm/__init__.py"), ("third-party/cutlass/include", "third-party/fmt/include")),
+    "flash_mla": (("setup.py", "flash_mla/__init__.py"), ("csrc/cutlass/include",)),
+    "deep_ep": (("setup.py", "deep_ep/__init__.py"), ()),
+    "deep_select": (("setup.py", "deep_select/interface.py"), ()),
+    "tile_kernels": (("pyproject.toml", "tile_kernels/__init__.py"), ()),
+}
+
+
+def plan(name: str, cache: Path, *, source: Path | None = None, platform: str | None = None) -> Plan:
+    """Tools and commands for one library, for one GPU platform or both. Raises ``SourceError``; writes nothing."""
+    library = LIBRARIES[name]
+    target = site(name, cache)
+    if source is not None:
+        _check_tree(name, source)
+    needs = [need for check in _NEEDS[name] for need in [check(platform)]]
+    steps: list[Step] = []
+    tree = source
+    if source is None and library.distribution is None:
+        tree = target.parent / "source"
+        if library.commit is None:
+            what = f"a source tree with {library.capabilities[0].function}"
+            fix = f"no public commit that has it is known: clone {library.repository} and name the folder in --source"
+            needs.append(Need(what, None, fix))
+        else:
+            needs.insert(0, _git(platform))
+            steps += _fetch(library, library.commit, tree)
+    wanted = str(tree) if tree is not None else str(library.distribution)
+    steps.append(_install(library, wanted, target, platform))
+    return Plan(name, target, tuple(needs), tuple(steps), _note(library, source, platform))
+
+
+def _check_tree(name: str, source: Path) -> None:
+    files, folders = _TREES[name]
+    absent = [file for file in files if not (source / file).is_file()]
+    if absent:
+        raise SourceError(f"{source} is no source tree of {name}: it has no {absent[0]}")
+    empty = [folder for folder in folders if not (source / folder).is_dir()]
+    if empty:
+        raise SourceError(
+            f"{source} has no {empty[0]}: git -C {source} submodule update --init --recursive brings its submodules"
+        )
+
+
+def _fetch(library: Library, commit: str, tree: Path) -> list[Step]:
+    git = ("git", "-C", str(tree))
+    steps = [] if (tree / ".git").exists() else [Step("clone", ("git", "clone", library.repository, str(tree)))]
+    return [
+        *steps,
+        Step("check out", (*git, "checkout", "--quiet", commit)),
+        Step("submodules", (*git, "submodule", "update", "--init", "--recursive")),
+    ]
+
+
+def _install(library: Library, wanted: str, target: Path, platform: str | None) -> Step:
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target))
+    if library.distribution is not None and wanted == library.distribution:
+        return Step("install", (*pip, "--only-binary", ":all:", wanted))
+    variables = {
+        "deep_gemm": {"DG_FORCE_BUILD": "1"},  # or its build looks for a wheel on the network first
+        "flash_mla": {
+            "sm90": {"FLASH_MLA_DISABLE_SM100": "1"},
+            "sm100": {"FLASH_MLA_DISABLE_SM90": "1"},
+        }.get(platform or "", {}),
+        "deep_select": {"sm90": {"DEEP_SELECT_CUDA_ARCHS": "90a"}}.get(platform or "", {}),
+    }.get(library.name, {})
+    return Step("build", (*pip, "--no-build-isolation", wanted), tuple(variables.items()))
+
+
+def _note(library: Library, source: Path | None, platform: str | None) -> str | None:
+    if library.name == "flash_mla" and source is None and platform != "sm90":
+        return (
+            "the pinned state attends over BF16 rows; 528 and 288 byte records on sm100 need a tree of September 2026 "
+            "or newer in --source, and nvcc 13.1"
+        )
+    return None
+
+
+# ------------------------------------------------------------------------- needs
+
+
+def _version(argv: list[str], pattern: str) -> str | None:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(pattern, done.stdout + done.stderr)
+    return match[1] if done.returncode == 0 and match else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _judged(what: str, minimum: str, found: str | None, fix: str) -> Need:
+    enough = found is not None and _numbers(found.split()[-1]) >= _numbers(minimum)
+    return Need(f"{what} {minimum} or newer", found, None if enough else fix)
+
+
+def _git(platform: str | None) -> Need:
+    path = shutil.which("git")
+    return Need("git", path, None if path else "install it: apt install git; or give a tree with --source")
+
+
+def _gxx(minimum: str) -> Callable[[str | None], Need]:
+    def check(platform: str | None) -> Need:
+        path = shutil.which(os.environ.get("CXX") or "g++")
+        version = _version([path, "-dumpfullversion"], r"(\d+(?:\.\d+)*)") if path else None
+        fix = f"install it: apt install g++-{minimum}, and name it in CXX"
+        return _judged("g++", minimum, f"{path} {version}" if version else None, fix)
+
+    return check
+
+
+def _nvcc(oldest: dict[str, str]) -> Callable[[str | None], Need]:
+    def check(platform: str | None) -> Need:
+        minimum = oldest.get(platform or "sm100", oldest["sm100"])
+        home = os.environ.get("CUDA_HOME")
+        path = shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None
+        path = path or shutil.which("nvcc")
+        version = _version([path, "--version"], r"release (\d+\.\d+)") if path else None
+        fix = f"install the CUDA toolkit {minimum} or newer, and name its folder in CUDA_HOME"
+        return _judged("nvcc", minimum, f"{path} {version}" if version else None, fix)
+
+    return check
+
+
+def _distribution(name: str, minimum: str, fix: str) -> Callable[[str | None], Need]:
+    def check(platform: str | None) -> Need:
+        try:
+            found = f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        return _judged(name, minimum, found, fix)
+
+    return check
+
+
+def _torch(platform: str | None) -> Need:
+    what = "torch built for CUDA"
+    if importlib.util.find_spec("torch") is None:
+        return Need(what, None, "install a CUDA build of torch")
+    import torch
+
+    cuda = torch.version.cuda
+    found = f"torch {torch.__version__}"
+    return Need(
+        what, found, None if cuda else "install a CUDA build of torch; its headers are what is compiled against"
+    )
+
+
+def _python(platform: str | None) -> Need:
+    return _judged("Python", "3.12", f"Python {sys.version.split()[0]}", "use Python 3.12 or newer")
+
+
+def _pip(platform: str | None) -> Need:
+    found = "pip" if importlib.util.find_spec("pip") else None
+    return Need("pip", found, None if found else f"{sys.executable} -m ensurepip")
+
+
+#: what each build asks for, as its setup and README state; g++ 13 is the first with <format>
+_NEEDS: dict[str, tuple[Callable[[str | None], Need], ...]] = {
+    "deep_gemm": (_gxx("11"), _nvcc({"sm90": "12.3", "sm100": "12.9"}), _torch, _pip),
+    "flash_mla": (_gxx("11"), _nvcc({"sm90": "12.8", "sm100": "12.9"}), _torch, _pip),
+    "deep_ep": (
+        _gxx("13"),
+        _nvcc({"sm90": "13.1", "sm100": "13.1"}),
+        _torch,
+        _distribution("nvidia-nccl-cu13", "2.32.3", "pip install 'nvidia-nccl-cu13>=2.32.3'; torch must load the same"),
+        _pip,
+    ),
+    "deep_select": (_gxx("13"), _nvcc({"sm90": "12.9", "sm100": "12.9"}), _torch, _pip),
+    "tile_kernels": (
+        _python,
+        _distribution("tilelang", "0.1.15", "pip install 'deepinfer-cli[cuda]'"),
+        _nvcc({"sm90": "12.9", "sm100": "12.9"}),
+        _pip,
+    ),
+}
+
+
+# --------------------------------------------------------------------------- run
+
+
+def run(made: Plan) -> list[Done]:
+    """Run the steps of a plan that lacks nothing, to the first failure; the library appears whole or not at all.
+
+    Raises ``cpp.CompilerError`` where the cache cannot be written.
+    """
+    folder = made.target.parent
+    done: list[Done] = []
+    with cpp.locked(folder):
+        if made.built:
+            return done
+        part = Path(tempfile.mkdtemp(dir=folder, prefix=".site-", suffix=".part"))
+        try:
+            for step in made.steps:
+                argv = tuple(str(part) if word == str(made.target) else word for word in step.argv)
+                done.append(_run(step, argv))
+                if done[-1].status == "failed":
+                    return done
+            if not (part / made.library).is_dir():
+                detail = f"what was installed has no package {made.library}"
+                return [*done[:-1], Done(done[-1].step, "failed", done[-1].seconds, detail)]
+            part.chmod(0o755)
+            part.replace(made.target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return done
+
+
+def _run(step: Step, argv: tuple[str, ...]) -> Done:
+    began = time.perf_counter()
+    environment = os.environ | dict(step.variables) | {"GIT_TERMINAL_PROMPT": "0"}
+    try:
+        ended = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=environment,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Done(step, "failed", time.perf_counter() - began, f"not finished in {_SECONDS} s")
+    except OSError as exc:
+        return Done(step, "failed", time.perf_counter() - began, f"{argv[0]}: {exc.strerror}")
+    seconds = time.perf_counter() - began
+    if ended.returncode == 0:
+        return Done(step, "done", seconds)
+    lines = [line.strip() for line in (ended.stderr + ended.stdout).splitlines() if line.strip()]
+    said = next((line for line in lines if re.search(r"\b(?:error|fatal|assert)", line, re.IGNORECASE)), None)
+    return Done(step, "failed", seconds, said or (lines[-1] if lines else f"exit status {ended.returncode}"))
