@@ -20,6 +20,7 @@ PACKAGES = ("deepinfer_cli", "engine/deepinfer_engine", "kernels/deepinfer_kerne
 WHEEL_DATA = (
     "deepinfer_kernels/cpu/*.cpp",
     "deepinfer_kernels/cpu/*.h",
+    "deepinfer_kernels/tilelang/*.cuh",
     "deepinfer_engine/eplb/loops.cpp",
     "deepinfer_engine/data/configs/*.json",
     "deepinfer_engine/data/models/nano/*.safetensors",

@@ -69,7 +69,8 @@ def command(
 
     For the CPU, operations of one family share a library, compiled once per source, compiler and CPU; eplb_plan is
     the planner's inner loop. GPU kernels are cubins for the shapes of a model and the expert slots of a rank of the
-    profile; no GPU is needed. Engines use what is there when they start.
+    profile, by Triton and by TileLang where that is installed; no GPU is needed. Engines use what is there when they
+    start.
 
     A vendor library is fetched at the commit that its adapters know, or taken from a source tree, and built into the
     cache; with --dry-run its needs and commands are listed. An operation is given to it by kernels.overrides.
@@ -120,7 +121,7 @@ def command(
     if failed:
         raise ArtefactError(
             f"{len(failed)} of {len(rows)} kernels were not built, first of {failed[0][0]}: {failed[0][5]}",
-            hint=f"compiled with {tools}; g++ 12 or newer and triton 3.6 to 3.8 are known to work",
+            hint=f"compiled with {tools}; g++ 12 or newer, triton 3.6 to 3.8 and nvcc 13.0 are known to work",
         )
 
 
@@ -140,24 +141,49 @@ def _for_cpu(ops: str | None, cache: Path, dry_run: bool) -> tuple[str, list[Row
 def _for_gpu(
     platform: str, ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool
 ) -> tuple[str, list[Row]]:
-    """(toolchain, rows) of the Triton kernels for a model's shapes. Raises ``NotReadyError`` without triton."""
+    """(toolchains, rows) of the Triton and TileLang kernels for a model's shapes.
+
+    Raises ``NotReadyError`` without triton, and without what TileLang takes where the profile asks for it; otherwise
+    operations that TileLang has are skipped with the reason, because Triton has them too.
+    """
     from deepinfer_engine.model.kernel_shapes import kernel_shapes
     from deepinfer_engine.sim.models import find_model
-    from deepinfer_kernels.triton import families
+    from deepinfer_kernels.tilelang import families as tilelang
+    from deepinfer_kernels.triton import families as triton
 
-    known = [name for names in families.FAMILIES.values() for name in names]
+    known = [name for names in triton.FAMILIES.values() for name in names]
     wanted = _named(ops, known)
-    reason = families.unusable()
-    if reason is not None:
-        what, _, install = reason.partition(": ")
-        raise NotReadyError(f"kernels for {platform} are compiled by triton, and {what}", hint=install)
+    _need("triton", platform, triton.unusable())
     from deepinfer_kernels.triton import build, shapes
 
     sizes = kernel_shapes(find_model(model).config, profile)
-    found = shapes.launches(sizes, invariant=profile.numerics.batch_invariant)
+    invariant = profile.numerics.batch_invariant
+    found = shapes.launches(sizes, invariant=invariant)
     kernels = build.kernels((op, call) for op, call in found if op in wanted)
-    made = (build.plan if dry_run else build.build)(kernels, platform, cache)
-    return build.toolchain(platform), [_row(b.op, "triton", b) for b in made]
+    rows = [_row(b.op, "triton", b) for b in (build.plan if dry_run else build.build)(kernels, platform, cache)]
+    tools = build.toolchain(platform)
+    also = [name for names in tilelang.FAMILIES.values() for name in names if name in wanted]
+    if not also:
+        return tools, rows
+    reason = tilelang.uncompilable()
+    if reason is not None:
+        if "tilelang" in (profile.kernels.backend, *dict(profile.kernels.overrides).values()):
+            _need("tilelang", platform, reason)
+        return tools, rows + [(op, "tilelang", "skipped", 0.0, None, reason) for op in also]
+    from deepinfer_kernels.tilelang import build as programs
+    from deepinfer_kernels.tilelang import shapes as launches
+
+    calls = launches.launches(sizes, platform=platform, invariant=invariant)
+    more = programs.kernels((op, call) for op, call in calls if op in also)
+    made = (programs.plan if dry_run else programs.build)(more, platform, cache)
+    return f"{tools}; {programs.toolchain()}", rows + [_row(b.op, "tilelang", b) for b in made]
+
+
+def _need(tool: str, platform: str, reason: str | None) -> None:
+    """Raise ``NotReadyError`` for what a tool misses, given as "what: how to install it"."""
+    if reason is not None:
+        what, _, install = reason.partition(": ")
+        raise NotReadyError(f"kernels for {platform} are compiled by {tool}, and {what}", hint=install)
 
 
 def _row(op: str, backend: str, built: Built) -> Row:

@@ -29,6 +29,7 @@ from deepinfer_kernels.reference import (
 )
 from deepinfer_kernels.reference.numerics import NUMERICS, Numerics
 from deepinfer_kernels.spec import Implementation
+from deepinfer_kernels.tilelang import families as tilelang
 from deepinfer_kernels.triton import families as triton
 from deepinfer_kernels.vendor import families as vendor
 
@@ -69,6 +70,12 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     for family, names in triton.FAMILIES.items():  # one source for both, where it was built
         for name in names:
             table[name][:0] = _triton(family, name)
+    for module, names in tilelang.FAMILIES.items():
+        for name in names:
+            first = tilelang.FASTER.get(name, frozenset())
+            table[name][:0] = _tilelang(module, name, first)
+            after = 1 + max(i for i, row in enumerate(table[name]) if row.backend in ("triton", "tilelang"))
+            table[name][after:after] = _tilelang(module, name, _GPUS - first)
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
         numerics = frozenset({"float", "fast"})
         table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
@@ -105,6 +112,22 @@ def _vendor(adapter: vendor.Adapter) -> Implementation:
         auto=False,
         tolerance=adapter.tolerance,
     )
+
+
+def _tilelang(module: str, name: str, platforms: frozenset[str]) -> list[Implementation]:
+    """The TileLang forms of an operation on some platforms, as for Triton."""
+    if not platforms:
+        return []
+    reference = getattr(_FAMILIES[OPS[name].family], name)
+    forms = {name: name not in tilelang.BATCH_DEPENDENT}
+    if tilelang.BATCH_DEPENDENT.get(name):
+        forms[f"{name}_invariant"] = True
+    missing = functools.partial(tilelang.missing, module)
+    made = {form: triton.operation(module, form, reference, "deepinfer_kernels.tilelang") for form in forms}
+    return [
+        Implementation(name, "tilelang", platforms, frozenset({"fast"}), made[form], missing, safe)
+        for form, safe in forms.items()
+    ]
 
 
 IMPLEMENTATIONS = _implementations()

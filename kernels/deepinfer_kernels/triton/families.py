@@ -81,14 +81,16 @@ def _platform() -> str:
     return f"sm{major}{minor}"
 
 
-def operation(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+def operation(
+    family: str, name: str, reference: Callable[..., Any], package: str = "deepinfer_kernels.triton"
+) -> Callable[..., Any]:
     """The operation ``name`` with the signature of its reference; its module is imported at the first call."""
     made: list[Callable[..., Any]] = []
 
     @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not made:
-            made.append(getattr(importlib.import_module(f"deepinfer_kernels.triton.{family}"), name))
+            made.append(getattr(importlib.import_module(f"{package}.{family}"), name))
         return made[0](*args, **kwargs)
 
     return call

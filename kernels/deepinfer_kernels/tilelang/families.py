@@ -1,0 +1,109 @@
+"""What TileLang computes, module by module, and whether it can here; imports no tilelang."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from deepinfer_kernels.cpp import default_cache
+
+#: module of operations → its operations
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "attention": ("attend_cached",),
+}
+#: as for Triton: a row's bits follow the batch; with True there is ``<operation>_invariant``, which is free of it
+BATCH_DEPENDENT = {
+    "attend_cached": True,
+}
+#: operation → platforms on which it was measured to be faster than Triton's, which is taken first elsewhere
+FASTER: dict[str, frozenset[str]] = {}
+
+#: the release that kernels are written for; the library of its run time is loaded into ours
+RELEASE = "0.1.15"
+#: releases of apache-tvm-ffi that this one was built against
+FFI = ((0, 1, 11), (0, 1, 13))
+#: where libraries of this device are; None until an engine has asked
+folder: Path | None = None
+
+
+def missing(module: str, cache: Path | None = None) -> str | None:
+    """What keeps a module's kernels from running here, in one sentence with the next step; None when nothing does."""
+    global folder
+    here = platform()
+    if not here.startswith("sm"):
+        return here
+    built = (cache or default_cache()) / here
+    if next(built.glob(f"{module}.*-{source_key(module)}-*.so"), None) is None:
+        return f"not built for this device: deepinfer build-kernels --target {here}"
+    folder = built
+    return None
+
+
+def unusable() -> str | None:
+    """What keeps TileLang from being loaded here; None when nothing does."""
+    if importlib.util.find_spec("tilelang") is None:
+        return "tilelang is not installed: pip install 'deepinfer-cli[cuda]'"
+    version = importlib.metadata.version("tilelang").split("+")[0]
+    if version != RELEASE:
+        return f"tilelang {version}, kernels are written for {RELEASE}: pip install 'deepinfer-cli[cuda]'"
+    ffi = importlib.metadata.version("apache-tvm-ffi")
+    if not FFI[0] <= tuple(int(p) for p in ffi.split(".")[:3] if p.isdigit()) < FFI[1]:
+        return f"apache-tvm-ffi {ffi} does not fit tilelang {RELEASE}: pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"
+    return None
+
+
+def uncompilable() -> str | None:
+    """What keeps TileLang from compiling here, which takes no device; None when nothing does."""
+    reason = unusable()
+    if reason is not None:
+        return reason
+    if importlib.util.find_spec("z3") is None:
+        return "z3 is not installed: pip install 'z3-solver>=4.13,<4.15.5'"
+    if nvcc() is None:
+        return "there is no nvcc in CUDA_HOME nor on the path: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
+    if shutil.which("g++") is None and shutil.which("gcc") is None:
+        return "there is no C compiler for the code that launches: apt install g++"
+    return None
+
+
+def nvcc() -> str | None:
+    """The compiler that TileLang will call: of $CUDA_HOME, on the path, or of the package nvidia-cuda-nvcc."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is not None:
+        return shutil.which("nvcc", path=str(Path(home) / "bin"))
+    found = shutil.which("nvcc")
+    if found is not None:
+        return found
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(file.locate()) for file in files if file.name == "nvcc"), None)
+
+
+@functools.cache
+def platform() -> str:
+    """The platform of the current device, or why there is none."""
+    reason = unusable()
+    if reason is not None:
+        return reason
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
+
+
+@functools.cache
+def source_key(module: str) -> str:
+    """Digest of a module's programs, of the device code beside them and of the release that compiles them."""
+    here = Path(__file__).parent
+    parts = [f"tilelang {RELEASE}".encode(), (here / f"{module}_cuda.py").read_bytes()]
+    parts += [path.read_bytes() for path in sorted(here.glob("*.cuh"))]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]

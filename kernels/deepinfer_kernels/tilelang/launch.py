@@ -1,0 +1,102 @@
+"""The only place where a TileLang kernel is launched, so that it can be recorded instead and compiled ahead of time."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_kernels import cpp
+from deepinfer_kernels.tilelang import families
+
+
+class NotBuilt(Exception):
+    """A kernel was not compiled ahead for the sizes of a call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: ``program`` is "module.function", ``sizes`` are its compile-time arguments by name."""
+
+    program: str
+    sizes: tuple[tuple[str, int | str], ...]
+
+    @property
+    def module(self) -> str:
+        return self.program.partition(".")[0]
+
+    def stem(self) -> str:
+        """The part of a library's name that says what is in it; a toolchain and a digest of its bytes follow."""
+        sizes = hashlib.sha256(repr(self.sizes).encode()).hexdigest()[:8]
+        return f"{self.program}-{families.source_key(self.module)}-{sizes}"
+
+
+_loaded: dict[tuple, Any] = {}
+_recorder: list[tuple[Callable[[Call], None], str]] = []
+
+
+@contextmanager
+def recording(record: Callable[[Call], None], platform: str) -> Iterator[None]:
+    """Hand launches to ``record`` instead of a device; operations may be called with tensors without memory."""
+    _recorder.append((record, platform))
+    try:
+        yield
+    finally:
+        _recorder.pop()
+
+
+def launch(program: str, sizes: Mapping[str, int | str], *args: Any) -> None:
+    """Run a program on torch's current stream of its tensors' device.
+
+    Raises ``NotBuilt`` where the kernel cache has no library of these sizes.
+    """
+    if _recorder:
+        _recorder[-1][0](Call(program, tuple(sizes.items())))
+        return
+    key = (program, *sizes.values())
+    fn = _loaded.get(key)
+    if fn is None:
+        fn = _loaded[key] = _load(Call(program, tuple(sizes.items())))
+    fn(*args)
+
+
+def platform() -> str:
+    """What launches are for: sm90 or sm100."""
+    return _recorder[-1][1] if _recorder else families.platform()
+
+
+def library(call: Call, folder: Path, tools: str = "*") -> Path | None:
+    """The newest intact library of a call in a folder, by whichever toolchain; None without one."""
+    found = sorted(folder.glob(f"{call.stem()}-{tools}-*.so"), key=lambda p: (p.stat().st_mtime_ns, p.name))
+    return next((path for path in reversed(found) if cpp.is_intact(path)), None)
+
+
+def _load(call: Call) -> Any:
+    folder = families.folder
+    path = None if folder is None else library(call, folder)
+    if folder is None or path is None:
+        target = "sm90 or sm100" if folder is None else folder.name
+        sizes = ", ".join(f"{name}={value}" for name, value in call.sizes)
+        raise NotBuilt(
+            f"no kernel {call.program}({sizes}) in {folder or cpp.default_cache()}: "
+            f"deepinfer build-kernels --target {target} --model MODEL --profile PROFILE, those that are served"
+        )
+    import tvm_ffi
+
+    _runtime()
+    return tvm_ffi.load_module(str(path))[call.program.partition(".")[2]]
+
+
+def _runtime() -> None:
+    """Load what registers CUDA modules with tvm_ffi; a fraction of tilelang, whose import takes seconds."""
+    spec = importlib.util.find_spec("tilelang")
+    if spec is None or spec.origin is None:
+        raise NotBuilt("tilelang is not installed: pip install 'deepinfer-cli[cuda]'")
+    ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)

@@ -1,0 +1,118 @@
+// Chunks of 32 values of one key, decoded to bf16 by one thread: rows of this step, window and global records.
+namespace records {
+
+// a · b of two bf16 values at once; adding −0 keeps the sign of a zero
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+  unsigned r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+  return r;
+}
+
+__device__ __forceinline__ uint4 load16(const void* p) {
+  uint4 v;
+  asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// values of two E4M3 bytes as f16x2: exact, NaN stays NaN
+__device__ __forceinline__ unsigned e4m3x2(unsigned short pair) {
+  unsigned r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(pair));
+  return r;
+}
+
+__device__ __forceinline__ unsigned bf16x2(float low, float high) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ float2 floats(unsigned halves) {
+  float2 r;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(r.x), "=f"(r.y) : "r"(halves));
+  return r;
+}
+
+// f32 of an E8M0 byte: 2^(b − 127), 0 is 2^-127, 255 is NaN
+__device__ __forceinline__ float e8m0(unsigned b) {
+  return __uint_as_float(b == 0 ? 0x400000u : b == 255 ? 0x7FC00000u : b << 23);
+}
+
+// 8 E2M1 codes times a pair of equal bf16 scales. A byte multiplied by 2^6 + 2^18 has the magnitude of its low code
+// in bits 6..8 of the low half and that of its high code in those of the high half: as bf16 they are the value times
+// 2^-126; the signs are in bit 9.
+__device__ __forceinline__ void e2m1x8(unsigned codes, unsigned scale, unsigned* out) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const unsigned byte = __byte_perm(codes, 0, 0x4440 + k);
+    const unsigned spread = byte * 0x40040u;
+    const unsigned value = (spread & 0x01C001C0u) | ((spread << 6) & 0x80008000u);
+    out[k] = times(times(value, 0x7E807E80u), scale);
+  }
+}
+
+// codes (16 bytes) and scales (2 bytes) of columns 32c..32c+31 of a global record
+template <int D>
+__device__ __forceinline__ void fetch_global(const unsigned char* entries, int slot, int c, unsigned* raw) {
+  if (slot >= 0) {
+    const unsigned char* record = entries + static_cast<long long>(slot) * (D / 2 + D / 16);
+    if constexpr (D % 256 == 0) {  // records of whole 16 bytes
+      const uint4 codes = load16(record + 16 * c);
+      raw[0] = codes.x, raw[1] = codes.y, raw[2] = codes.z, raw[3] = codes.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[i] = __ldg(reinterpret_cast<const unsigned*>(record + 16 * c) + i);
+    }
+    raw[4] = __ldg(reinterpret_cast<const unsigned short*>(record + D / 2 + 2 * c));
+  } else {
+    raw[0] = raw[1] = raw[2] = raw[3] = raw[4] = 0;
+  }
+}
+
+__device__ __forceinline__ void decode_global(const unsigned* raw, void* values) {
+  unsigned* out = static_cast<unsigned*>(values);
+  const float2 scale = floats(e4m3x2(static_cast<unsigned short>(raw[4])));
+  const unsigned low = bf16x2(scale.x, scale.x), high = bf16x2(scale.y, scale.y);
+  e2m1x8(raw[0], low, out);
+  e2m1x8(raw[1], low, out + 4);
+  e2m1x8(raw[2], high, out + 8);
+  e2m1x8(raw[3], high, out + 12);
+}
+
+// columns 32c..32c+31 of a window place: at >= 0 a row of this step, −1 hidden (zero), below a record of the ring
+template <int D>
+__device__ __forceinline__ void window_chunk(
+    const void* local, const unsigned char* ring, int at, int c, void* values) {
+  uint4* out = static_cast<uint4*>(values);
+  if (at >= 0) {
+    const char* row = static_cast<const char*>(local) + (static_cast<long long>(at) * D + 32 * c) * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = load16(row + 16 * i);
+  } else if (at < -1) {
+    const unsigned char* record = ring + static_cast<long long>(-2 - at) * (D + D / 32);
+    const float scale = e8m0(__ldg(record + D + c));
+    // a record is a multiple of 4 bytes, of 16 only for some widths
+    const unsigned* codes = reinterpret_cast<const unsigned*>(record + 32 * c);
+    unsigned* words = static_cast<unsigned*>(values);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      unsigned code;
+      if constexpr (D % 512 == 0) {
+        code = __ldg(codes + i);
+      } else {
+        const unsigned short* pairs = reinterpret_cast<const unsigned short*>(codes + i);
+        code = __ldg(pairs) | static_cast<unsigned>(__ldg(pairs + 1)) << 16;
+      }
+      const float2 low = floats(e4m3x2(static_cast<unsigned short>(code)));
+      const float2 high = floats(e4m3x2(static_cast<unsigned short>(code >> 16)));
+      words[2 * i] = bf16x2(low.x * scale, low.y * scale);
+      words[2 * i + 1] = bf16x2(high.x * scale, high.y * scale);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+}  // namespace records

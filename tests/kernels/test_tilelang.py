@@ -1,0 +1,123 @@
+"""TileLang kernels are compiled ahead, found again and refused with what is missing; their numbers need a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepinfer_kernels.registry import IMPLEMENTATIONS
+from deepinfer_kernels.tilelang import families, launch
+
+CASES = Path(__file__).with_name("tilelang_cases.py")
+
+
+def needs_compiler() -> None:
+    reason = families.uncompilable()
+    if reason is not None:
+        pytest.skip(f"needs what TileLang compiles with: {reason}")
+
+
+def disassembled(cubin: bytes, path: Path) -> str:
+    """SASS of a kernel, by the disassembler of CUDA or of triton's package."""
+    spec = importlib.util.find_spec("triton")
+    also = Path(spec.origin).parent / "backends/nvidia/bin" if spec and spec.origin else path
+    tool = shutil.which("nvdisasm", path=f"{os.environ['PATH']}:{also}")
+    if tool is None:
+        pytest.skip("needs nvdisasm: pip install 'deepinfer-cli[cuda]'")
+    path.write_bytes(cubin)
+    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+#: program, sizes, platform → what its products run on
+PROGRAMS = [
+    ("attention.attend_wide", dict(N=64, D=512, SPLIT=False), "sm90", "HGMMA"),
+    ("attention.attend_wide", dict(N=64, D=512, SPLIT=True), "sm90", "HGMMA"),
+    ("attention.attend", dict(N=64, D=128, SPLIT=False, HEADS=64), "sm90", "HGMMA"),
+    ("attention.attend", dict(N=4, D=64, SPLIT=True, HEADS=16), "sm90", "HMMA"),
+    # the tensor cores of Blackwell by the instructions of Ampere: correct, and slower than Triton's
+    ("attention.attend", dict(N=64, D=512, SPLIT=False, HEADS=64), "sm100", "HMMA"),
+    ("attention.join", dict(N=64, D=512), "sm100", ""),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("program", "sizes", "platform", "instruction"), PROGRAMS)
+def test_a_program_compiles_for_a_gpu_that_is_not_there(tmp_path, program, sizes, platform, instruction):
+    needs_compiler()
+    from deepinfer_kernels.tilelang import build
+
+    call = launch.Call(program, tuple(sizes.items()))
+    [made] = build.build([build.Kernel("op", call)], platform, tmp_path)
+    assert made.status == "built", made.detail
+    assert made.path is not None and made.path.parent == tmp_path / platform
+    assert made.path == launch.library(call, tmp_path / platform)
+    assert sorted(p.name for p in (tmp_path / platform).iterdir()) == sorted([".lock", made.path.name])
+    sass = disassembled(build.cubin(made.path), tmp_path / "kernel.cubin")
+    assert "EXIT" in sass and f" {instruction}" in sass
+    assert " STL" not in sass, "registers are spilled"
+    [again] = build.build([build.Kernel("op", call)], platform, tmp_path)
+    assert (again.status, again.path) == ("cached", made.path)
+    made.path.write_bytes(b"damaged")
+    assert build.plan([build.Kernel("op", call)], platform, tmp_path)[0].status == "missing"
+
+
+def test_what_is_announced_is_what_the_modules_hold():
+    for module, names in families.FAMILIES.items():
+        held = importlib.import_module(f"deepinfer_kernels.tilelang.{module}")
+        for name in names:
+            forms = [name, f"{name}_invariant"] if families.BATCH_DEPENDENT.get(name) else [name]
+            made = [i for i in IMPLEMENTATIONS[name] if i.backend == "tilelang"]
+            assert [i.fn.__name__ for i in made if "sm90" in i.platforms] == [name] * len(forms)
+            for form in forms:
+                assert inspect.signature(getattr(held, form)) == inspect.signature(made[0].fn), form
+
+
+def test_importing_the_operations_imports_no_tilelang():
+    names = [f"deepinfer_kernels.tilelang.{module}" for module in families.FAMILIES]
+    code = f"import sys, {', '.join(names)}; sys.exit('tilelang' in sys.modules or 'tvm_ffi' in sys.modules)"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+def test_a_kernel_that_was_not_built_is_named_with_the_command_that_builds_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(families, "folder", tmp_path / "sm90")
+    with pytest.raises(launch.NotBuilt, match=r"attention\.join\(N=3, D=64\).*build-kernels --target sm90"):
+        launch.launch("attention.join", dict(N=3, D=64), torch.empty(1))
+
+
+def test_what_is_missing_is_said_with_what_to_install(monkeypatch, tmp_path):
+    assert families.missing("attention", tmp_path) is not None, "no device, or nothing built"
+    found = importlib.util.find_spec
+    monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: None if name == "tilelang" else found(name))
+    assert families.uncompilable() == "tilelang is not installed: pip install 'deepinfer-cli[cuda]'"
+    monkeypatch.undo()
+    needs_compiler()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert families.nvcc() is None
+    assert "pip install nvidia-cuda-nvcc" in (families.uncompilable() or "")
+    monkeypatch.undo()
+    monkeypatch.setattr(families.importlib.metadata, "version", lambda name: "0.1.16")
+    assert "kernels are written for 0.1.15" in (families.unusable() or "")
+
+
+def test_another_source_or_size_is_another_library():
+    stem = launch.Call("attention.join", (("N", 3), ("D", 64))).stem()
+    assert stem != launch.Call("attention.join", (("N", 4), ("D", 64))).stem()
+    assert stem.startswith(f"attention.join-{families.source_key('attention')}-")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_every_kernel_agrees_with_the_reference_on_the_device():
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
