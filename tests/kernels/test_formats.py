@@ -62,6 +62,26 @@ def test_global_scale_is_clamped_where_e4m3_would_overflow():
     assert torch.isfinite(q.dequantise_q4n(codes, scale)).all()
 
 
+@pytest.mark.parametrize("name, group", [("q8", 32), ("q4m", 32), ("q4n", 16)])
+def test_a_group_with_nan_reads_back_as_nan_and_an_infinity_as_its_format_can(name: str, group: int):
+    torch.manual_seed(0)
+    x = torch.randn(5, 2 * group)
+    clean = getattr(q, f"dequantise_{name}")(*getattr(q, f"quantise_{name}")(x))
+    x[1, 3], x[2, group], x[3, 2], x[4, :] = float("nan"), -float("nan"), float("inf"), float("-inf")
+    codes, scale = getattr(q, f"quantise_{name}")(x)
+    back = getattr(q, f"dequantise_{name}")(codes, scale)
+    assert back[1, :group].isnan().all() and back[2, group:].isnan().all()
+    assert torch.equal(back[0], clean[0])
+    assert torch.equal(back[1, group:], clean[1, group:]) and torch.equal(back[2, :group], clean[2, :group])
+    if name == "q4n":  # 448, the largest scale, times 6, the largest element
+        assert back[3, 2] == 2688 and bool((back[4] == -2688).all())
+    else:
+        assert back[3, :group].isnan().all() and torch.equal(back[3, group:], clean[3, group:])
+        assert back[4].isnan().all()
+    if name == "q8":  # the element itself too, whatever the sign of the NaN
+        assert codes[1, 3] == codes[2, group] == codes[3, 2] == 0x7F
+
+
 def test_weight_formats_decode_exactly(v):
     fp8 = q.dequantise_fp8_tiles(v["weights/fp8/weight"], v["weights/fp8/scale"])
     assert torch.equal(fp8, v["weights/fp8/dequant_f32"])

@@ -178,6 +178,9 @@ def run(ops: Ops, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 ROW_OPERATIONS = [n for n in OPERATIONS if n not in ("store_rows", "prepare_weight")]
+#: arguments whose rows may hold anything; all bytes of records are tried elsewhere
+FAULTY = [(n, 0) for n in ROW_OPERATIONS if n not in ("unpack_rows", "load_rows")]
+FAULTY += [("index_scores", 2), ("mhc_expand", 1), ("moe_combine", 2)]
 
 
 @pytest.mark.parametrize("T", SIZES)
@@ -214,6 +217,24 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(name: str):
             part[1] = torch.arange((stop - start) * K, device=DEVICE)
         for a, b in zip(outputs(call(*part, **kwargs)), whole, strict=True):
             assert torch.equal(a, b[start:stop]), f"rows {start}..{stop}"
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name, argument", FAULTY)
+def test_a_row_that_is_no_number_stays_one_and_harms_no_other(name: str, argument: int, fault: float):
+    args, kwargs = make(name, 7)
+    wrong = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    wrong[argument][3] = fault
+    results = [run(TRITON, name, a, kwargs) for a in (args, tuple(wrong))]
+    expected = [getattr(REFERENCE, name)(*a, **kwargs) for a in (args, wrong)]
+    for good, bad, fine, faulty in zip(*map(outputs, (*results, *expected)), strict=True):
+        good, bad = good.cpu(), bad.cpu()
+        assert torch.equal(bad.isnan(), faulty.isnan())
+        if not faulty.is_floating_point():
+            assert torch.equal(bad, faulty)
+        for row in range(len(bad)):
+            if torch.equal(fine[row], faulty[row]):
+                assert torch.equal(good[row], bad[row]), row
 
 
 def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot():

@@ -42,7 +42,7 @@ EXPORT void engram_gate(const uint16_t* X, const uint16_t* projected, const floa
             float dot = sum16(dots) * (1.0f / std::sqrt(sum16(streams) / (float)H + eps)) *
                         (1.0f / std::sqrt(sum16(keys) / (float)H + eps)) * (1.0f / std::sqrt((float)H));
             // 1e-6: the release's floor; a dot of +0 counts as positive
-            const float size = std::sqrt(std::fmax(std::fabs(dot), 1e-6f));
+            const float size = std::sqrt(std::fabs(dot) < 1e-6f ? 1e-6f : std::fabs(dot));
             *gate = dead && dead[t] ? 0.0f : 1.0f / (1.0f + std::exp(-std::copysign(size, dot)));
             for (int64_t h = 0; h < H; h += 16)
                 store_bf16(out + h, load_bf16(X + h, H - h) + *gate * load_bf16(value + h, H - h), H - h);

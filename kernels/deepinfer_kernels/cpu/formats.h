@@ -15,15 +15,15 @@ INLINE float e8m0_value(uint8_t b) {
     return b == 255 ? NAN : power_of_two(int32_t(b) - 127);
 }
 
-// k with 2^k the smallest power of two >= amax * limit_inverse, read from the bits
+// k with 2^k the smallest power of two >= amax * limit_inverse, read from the bits; 128 of infinity and NaN
 INLINE int32_t ceil_exponent(float amax, float limit_inverse) {
     float q = amax * limit_inverse;
     int32_t bits;
     std::memcpy(&bits, &q, 4);
-    return ((bits >> 23) & 0xff) - 127 + ((bits & 0x7fffff) != 0);
+    return std::min(((bits >> 23) & 0xff) - 127 + ((bits & 0x7fffff) != 0), 128);
 }
 
-// Nearest even E4M3 codes of values clamped to +-448
+// Nearest even E4M3 codes of values clamped to +-448; 0x7f of any NaN
 INLINE U16 e4m3_encode(F16 x) {
     I16 nan = x != x;
     U16 sign = (U16)x & 0x80000000u;
@@ -34,8 +34,7 @@ INLINE U16 e4m3_encode(F16 x) {
     U16 small = (U16)(m + step) - (U16)step;
     I16 below = m < 0.015625f;  // 2^-6, the smallest normal number
     U16 code = (small & (U16)below) | (normal & ~(U16)below);
-    code = (code & ~(U16)nan) | ((U16)nan & 0x7fu);
-    return code | (sign >> 24);
+    return ((code | (sign >> 24)) & ~(U16)nan) | ((U16)nan & 0x7fu);
 }
 
 INLINE F16 e4m3_value(U16 b) {
@@ -49,7 +48,7 @@ INLINE F16 e4m3_value(U16 b) {
 INLINE float e4m3_value(uint8_t b) { return e4m3_value(U16{} + (uint32_t)b)[0]; }
 INLINE uint8_t e4m3_encode(float x) { return (uint8_t)e4m3_encode(splat(x))[0]; }
 
-// Nearest even E2M1 codes of values clamped to +-6
+// Nearest even E2M1 codes of values clamped to +-6; 0 of NaN, which only the scale can tell
 INLINE U16 e2m1_encode(F16 x) {
     const F16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
     F16 m = smaller(magnitude(x), splat(6.0f));
@@ -57,7 +56,7 @@ INLINE U16 e2m1_encode(F16 x) {
     F16 middle = ((m + shift) - shift) + 2.0f;         // 4 .. 6 from 2
     F16 coarse = ((m * 0.5f + shift) - shift) + 4.0f;  // 6, 7 from 4
     F16 code = pick(m < 2.0f, fine, pick(m < 4.0f, middle, coarse));
-    return (U16)to_int(code) | (((U16)x >> 31) << 3);
+    return ((U16)to_int(code) | (((U16)x >> 31) << 3)) & (U16)(x == x);
 }
 
 INLINE F16 e2m1_value(U16 code) {
@@ -68,9 +67,18 @@ INLINE F16 e2m1_value(U16 code) {
     return (F16)((U16)v | ((code & 8u) << 28));
 }
 
-INLINE F16 greatest(const F16* v, int n) {
-    F16 m = magnitude(v[0]);
-    for (int i = 1; i < n; i++) m = larger(m, magnitude(v[i]));
+// The greatest magnitude, NaN if there is one: magnitudes are ordered like their bits, NaN above infinity.
+INLINE float greatest(const F16* v, int n) {
+    I16 top = (I16)magnitude(v[0]);
+    for (int i = 1; i < n; i++) {
+        const I16 next = (I16)magnitude(v[i]), above = next > top;
+        top = (next & above) | (top & ~above);
+    }
+    int32_t bits[16];
+    std::memcpy(bits, &top, sizeof bits);
+    const int32_t most = *std::max_element(bits, bits + 16);
+    float m;
+    std::memcpy(&m, &most, 4);
     return m;
 }
 
@@ -89,6 +97,7 @@ INLINE U16 unpack_nibbles(const uint8_t* in) {
 }
 
 // Records of one row: window = E4M3 per 32 with E8M0, global = E2M1 per 16 with E4M3, index = E2M1 per 32 with E8M0.
+// A group with a NaN reads back as NaN: by its scale, and in the window also by the element itself.
 enum Kind { WINDOW = 0, GLOBAL = 1, INDEX = 2 };
 
 INLINE int64_t record_bytes(int kind, int64_t D) {
@@ -100,7 +109,7 @@ INLINE void pack_record(const uint16_t* x, uint8_t* out, int64_t D, int kind) {
         uint8_t* scales = out + D / 2;
         for (int64_t d = 0; d < D; d += 16) {
             F16 v = widen(load<H16>(x + d));
-            const float amax = max16(magnitude(v));
+            const float amax = greatest(&v, 1);
             // floor: 6 * 2^-9 gives the smallest subnormal scale
             const uint8_t scale = e4m3_encode((amax < 6 * 0x1p-9f ? 6 * 0x1p-9f : amax) / 6.0f);
             pack_nibbles(e2m1_encode(v / e4m3_value(scale)), out + d / 2);
@@ -113,7 +122,7 @@ INLINE void pack_record(const uint16_t* x, uint8_t* out, int64_t D, int kind) {
     const float inverse = kind == WINDOW ? (float)(1.0 / 448.0) : (float)(1.0 / 6.0);
     for (int64_t d = 0; d < D; d += 32) {
         F16 v[2] = {widen(load<H16>(x + d)), widen(load<H16>(x + d + 16))};
-        float amax = max16(greatest(v, 2));
+        const float amax = greatest(v, 2);
         const int32_t k = ceil_exponent(amax < floor ? floor : amax, inverse);
         for (int i = 0; i < 2; i++) {
             F16 y = v[i] / power_of_two(k);

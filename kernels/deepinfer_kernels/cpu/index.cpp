@@ -23,7 +23,7 @@ EXPORT void index_scores(const uint16_t* iq, const uint16_t* iw, const uint16_t*
                     for (int64_t j = 0; j < seen; j += 16) {
                         F16 sum = {};
                         for (int64_t h = 0; h < N; h++)
-                            sum = sum + larger(load<F16>(mine + h * ld + j), F16{}) * widen(iw[c * N + h]);
+                            sum = sum + larger(F16{}, load<F16>(mine + h * ld + j)) * widen(iw[c * N + h]);
                         std::memcpy(scores + c * n + k + j, &sum, 4 * std::min<int64_t>(16, seen - j));
                     }
                 }

@@ -75,6 +75,7 @@ template <class V, class T> INLINE V load_some(const T* p, int64_t n) {
 
 INLINE F16 splat(float x) { return F16{} + x; }
 INLINE F16 pick(I16 where, F16 yes, F16 no) { return (F16)(((I16)yes & where) | ((I16)no & ~where)); }
+// b where either is NaN: a value that shall stay NaN is the second
 INLINE F16 larger(F16 a, F16 b) { return pick(a > b, a, b); }
 INLINE F16 smaller(F16 a, F16 b) { return pick(a < b, a, b); }
 INLINE F16 magnitude(F16 a) { return (F16)((U16)a & 0x7fffffffu); }
@@ -130,10 +131,10 @@ INLINE F16 sum16x16(const F16 a[16]) {
 }
 #endif
 
-// exp to about one unit in the last place; 0 below the smallest normal number.
+// exp to about one unit in the last place; 0 below the smallest normal number, NaN of NaN.
 INLINE F16 exp16(F16 x) {
     I16 tiny = x < -87.3f;
-    x = smaller(larger(x, splat(-87.3f)), splat(88.7f));
+    x = smaller(splat(88.7f), larger(splat(-87.3f), x));
     const F16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     F16 n = (x * 1.44269504f + shift) - shift;
     F16 r = fma16(n, splat(-0.693359375f), x);

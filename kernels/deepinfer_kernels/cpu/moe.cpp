@@ -49,8 +49,8 @@ EXPORT void gate_topk(const uint16_t* x, const float* weight, const float* bias,
 // silu(min(g, limit)) * clamp(u, +-limit) * factor, over g in place
 INLINE void swiglu(uint16_t* g, const uint16_t* u, int64_t I, float limit, float factor) {
     for (int64_t i = 0; i < I; i += 16) {
-        F16 gate = smaller(load_bf16(g + i, I - i), splat(limit));
-        F16 up = larger(smaller(load_bf16(u + i, I - i), splat(limit)), splat(-limit));
+        F16 gate = smaller(splat(limit), load_bf16(g + i, I - i));
+        F16 up = larger(splat(-limit), smaller(splat(limit), load_bf16(u + i, I - i)));
         store_bf16(g + i, gate / (1.0f + exp16(-gate)) * up * factor, I - i);
     }
 }

@@ -2,6 +2,8 @@
 
 Scale rule "ceil-pow2": k = ceil(log2(amax · f32(1/M))), read from the IEEE bits, so exact at powers of two.
 Packing: two E2M1 codes per byte along the last dim, even index in the low nibble.
+NaN: a group of a row with a NaN reads back as NaN throughout, because its scale is NaN; an infinity does the same where
+scales are E8M0 and is clamped like any large number where they are E4M3.
 Source: DeepSeek-V4.1-Flash inference kernels (number formats), tables of the OCP MX specification.
 """
 
@@ -36,10 +38,13 @@ def _groups(x: Tensor, size: int) -> Tensor:
 
 
 def ceil_pow2_exponent(amax: Tensor, limit: float) -> Tensor:
-    """k with 2^k = the smallest power of two >= amax · f32(1/limit); int32, same shape. ``amax`` > 0."""
+    """k with 2^k = the smallest power of two >= amax · f32(1/limit); int32, same shape. ``amax`` > 0.
+
+    128 of infinity and NaN: as a scale that is byte 255, NaN.
+    """
     q = amax.float() * _f32(1.0 / limit)
     bits = q.contiguous().view(torch.int32)
-    return ((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return (((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)).clamp(max=128)
 
 
 def _f32(x: float) -> float:
@@ -48,7 +53,7 @@ def _f32(x: float) -> float:
 
 
 def exp2i(k: Tensor) -> Tensor:
-    """2^k as f32 for integer k in -126..127, exact."""
+    """2^k as f32 for integer k in -126..127, exact; infinity for 128."""
     return ((k.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
@@ -61,8 +66,10 @@ def e8m0_value(byte: Tensor) -> Tensor:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """E4M3 bytes of f32 values, clamped to ±448, round to nearest even."""
-    return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    """E4M3 bytes of f32 values, clamped to ±448, round to nearest even; 0x7F of any NaN."""
+    x = x.float()
+    code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return code.masked_fill(x.isnan(), 0x7F)
 
 
 def e4m3_value(byte: Tensor) -> Tensor:
@@ -71,8 +78,11 @@ def e4m3_value(byte: Tensor) -> Tensor:
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """E2M1 codes (uint8 0..15) of f32 values, clamped to ±6, ties to the even code; -0 keeps its sign bit."""
-    x = x.float()
+    """E2M1 codes (uint8 0..15) of f32 values, clamped to ±6, ties to the even code; -0 keeps its sign bit.
+
+    0 of NaN, which the format does not have: the scale of its group is NaN.
+    """
+    x = x.float().masked_fill(x.isnan(), 0.0)
     mag = x.abs().clamp(max=E2M1_MAX)
     step = torch.where(mag < 2, 0.5, torch.where(mag < 4, 1.0, 2.0))
     doubled = (torch.round(mag / step) * step * 2).to(torch.int64)  # torch.round ties to even

@@ -1,6 +1,7 @@
 """Cache rows: quantise and store, load and dequantise; the bytes of the reference."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from deepinfer_kernels.triton.formats import (
     e4m3_value,
     e8m0_value,
     exp2i,
+    greatest,
     widened,
 )
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
@@ -37,14 +39,18 @@ def record(kind: str, width: int, *, stored: bool) -> tuple[int, int, int, int]:
     return code, group, width // unit * 32, width // unit * per_32
 
 
+#: the least magnitude a scale of E2M1 codes is made from, so that the scale of zeros is finite: E8M0, E4M3
+_LEAST, _LEAST_E4M3 = tl.constexpr(6.0 * 2.0**-126), tl.constexpr(6.0 * 2.0**-9)
+
+
 @triton.jit
 def _fp4_scale(amax, KIND: tl.constexpr):
-    """(scale byte, its value) of a group of E2M1 codes; the floors keep the scale of zeros finite."""
+    """(scale byte, its value) of groups of E2M1 codes."""
     if KIND == 1:
-        byte = e4m3_code(tl.div_rn(tl.maximum(amax, 6.0 * 2.0**-9), 6.0))
+        byte = e4m3_code(tl.div_rn(amax, 6.0))
         return byte, e4m3_value(byte)
     else:
-        k = ceil_pow2_exponent(tl.maximum(amax, 6.0 * 2.0**-126), 1.0 / 6.0)
+        k = ceil_pow2_exponent(amax, 1.0 / 6.0)
         return (k + 127).to(tl.uint8), exp2i(k)
 
 
@@ -56,8 +62,9 @@ def _pack(X, OUT, groups, D: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.conste
     if KIND == 0:
         i = tl.arange(0, GROUP)
         x = widened(tl.load(X + g[:, None] * GROUP + i[None, :], mask=mask[:, None], other=0.0))
-        k = ceil_pow2_exponent(tl.maximum(tl.max(tl.abs(x), 1), 1e-4), 1.0 / 448.0)
-        code = e4m3_code(x * exp2i(-k)[:, None])
+        k = ceil_pow2_exponent(greatest(x, 1e-4), 1.0 / 448.0)
+        inverse = exp2i(tl.where(k == 128, -127, -k))  # 0 where the scale is NaN
+        code = e4m3_code(x * inverse[:, None])
         tl.store(OUT + (row * BYTES + part * GROUP)[:, None] + i[None, :], code, mask=mask[:, None])
         tl.store(OUT + row * BYTES + D + part, (k + 127).to(tl.uint8), mask=mask)
     else:
@@ -65,7 +72,9 @@ def _pack(X, OUT, groups, D: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.conste
         at = X + g[:, None] * GROUP + 2 * i[None, :]
         low = widened(tl.load(at, mask=mask[:, None], other=0.0))
         high = widened(tl.load(at + 1, mask=mask[:, None], other=0.0))
-        byte, scale = _fp4_scale(tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1)), KIND)
+        least: tl.constexpr = _LEAST_E4M3 if KIND == 1 else _LEAST
+        top = tl.maximum(greatest(low, least), greatest(high, least), propagate_nan=tl.PropagateNan.ALL)
+        byte, scale = _fp4_scale(top, KIND)
         code = e2m1_code(tl.div_rn(low, scale[:, None])) | (e2m1_code(tl.div_rn(high, scale[:, None])) << 4)
         to = (row * BYTES + part * (GROUP // 2))[:, None] + i[None, :]
         tl.store(OUT + to, code.to(tl.uint8), mask=mask[:, None])
@@ -162,7 +171,7 @@ def _mxfp4_round(X, Y, groups):
     at = g[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = (g < groups)[:, None]
     x = widened(tl.load(X + at, mask=mask, other=0.0))
-    _, scale = _fp4_scale(tl.max(tl.abs(x), 1), 2)
+    _, scale = _fp4_scale(greatest(x, _LEAST), 2)
     value = e2m1_value(e2m1_code(tl.div_rn(x, scale[:, None]))) * scale[:, None]
     tl.store(Y + at, bf16(value), mask=mask)
 

@@ -53,15 +53,22 @@ def dot(a, b, acc):
 
 @triton.jit
 def exp2i(k):
-    """2^k in f32 for integer k in -126..127."""
+    """2^k in f32 for integer k in -126..127; infinity for 128."""
     return ((k + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def ceil_pow2_exponent(amax, reciprocal: tl.constexpr):
-    """k with 2^k the smallest power of two >= amax · reciprocal."""
+    """k with 2^k the smallest power of two >= amax · reciprocal; 128 of infinity and NaN, whose scale is NaN."""
     bits = (amax * reciprocal).to(tl.int32, bitcast=True)
-    return ((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    return tl.minimum(((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32), 128)
+
+
+@triton.jit
+def greatest(x, floor: tl.constexpr):
+    """The greatest magnitude of every row, at least ``floor``; NaN if there is one, above infinity as its bits are."""
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    return tl.maximum(top, floor, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -92,15 +99,15 @@ def e4m3_value(byte):
 
 @triton.jit
 def e4m3_code(x):
-    """E4M3 bytes of f32 values, clamped to ±448."""
+    """E4M3 bytes of f32 values, clamped to ±448; 0x7F of any NaN."""
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
     near = size.to(tl.int32, bitcast=True)
     # normal: keep 3 bits of mantissa, rebias from 127 to 7; below 2^-6: a multiple of 2^-9 through the bits of 2^23
     normal = ((near + 0x7FFFF + ((near >> 20) & 1)) >> 20) - 960
     small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    code = tl.where(size < 0.015625, small, normal)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    code = tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 0x80)
+    return tl.where(x == x, code, 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -113,7 +120,7 @@ def e2m1_value(code):
 
 @triton.jit
 def e2m1_code(x):
-    """E2M1 codes (int32 0..15) of f32 values, clamped to ±6, ties to the even code."""
+    """E2M1 codes (int32 0..15) of f32 values, clamped to ±6, ties to the even code; 0 of NaN."""
     size = tl.minimum(tl.abs(x), 6.0)
     step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
     inverse = tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5))
@@ -123,7 +130,7 @@ def e2m1_code(x):
     # 0 0.5 1 1.5 2 3 4 6 are codes 0..7: twice the value below 2, then one code per step
     code = tl.where(rounded < 2, rounded * 2, tl.where(rounded < 4, rounded + 2, rounded * 0.5 + 4)).to(tl.int32)
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return code | sign
+    return tl.where(x == x, code | sign, 0)
 
 
 # Two values of a half-precision register at once: the bits of the code moved to the exponent and mantissa of a bf16 are

@@ -35,7 +35,8 @@ def _scores(
         q = tl.load(Q + at[:, None] * D + d, mask=real[:, None] & (d < D), other=0.0)
         w = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
         product = dot(q, tl.trans(keys), tl.zeros((BC * HEADS, BE), tl.float32))
-        score = tl.sum((tl.maximum(product, 0.0) * w[:, None]).reshape(BC, HEADS, BE), 1)
+        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        score = tl.sum((product * w[:, None]).reshape(BC, HEADS, BE), 1)
     score = tl.where(seen, score, float("-inf"))
     tl.store(OUT + (row * C + c)[:, None] * n + j[None, :], score, mask=(c < C)[:, None] & (j < n)[None, :])
 

@@ -5,6 +5,7 @@ projection. Rows lie sorted by slot; a program finds its slot from the counts, s
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -88,8 +89,9 @@ def _gate_up(
 
 @triton.jit
 def _swiglu(gate, up, limit):
-    g = tl.minimum(bf16(gate).to(tl.float32), limit)
-    u = tl.minimum(tl.maximum(bf16(up).to(tl.float32), -limit), limit)
+    keep: tl.constexpr = tl.PropagateNan.ALL
+    g = tl.minimum(bf16(gate).to(tl.float32), limit, propagate_nan=keep)
+    u = tl.minimum(tl.maximum(bf16(up).to(tl.float32), -limit, propagate_nan=keep), limit, propagate_nan=keep)
     return _silu(g) * u
 
 
