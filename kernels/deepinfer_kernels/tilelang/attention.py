@@ -83,8 +83,10 @@ def _attended(
     o = torch.empty_like(q)
     wide = D == _WIDE and N > 16 and platform() == "sm90"
     sizes: dict[str, int | str] = dict(N=N, D=D, SPLIT=parts > 1)
+    if wide:
+        sizes["PRODUCERS"] = 1
     if not wide:
-        sizes["HEADS"] = 16 if N <= 16 else 64
+        sizes["HEADS"] = 16 if N <= 16 else _HEADS
     if not local.shape[0]:
         local = _nothing(q.device, bfloat16, 1, D)
     rings = _nothing(q.device, uint8, 1, D + D // 32) if ring is None else ring.view(uint8).contiguous()

@@ -142,14 +142,15 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
     return attend
 
 
-def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
+def attend_wide(*, N: int, D: int, SPLIT: bool, PRODUCERS: int) -> Any:
     """``attend`` of 512 wide keys and up to 64 heads a block on Hopper, by three groups of four warps.
 
     The last group decodes tiles into two buffers. The first computes the logits of even tiles, the second those of
     odd ones; each adds every tile to its half of the columns. A tile's maximum waits for that of the tile before.
     """
     rows, T_, W, G, S, R, E, P = (T.dynamic(n) for n in ("rows", "T", "W", "G", "S", "R", "E", "P"))
-    HEADS, half = 64, D // 2
+    HEADS, half, ROWS = 64, D // 2, 8 // PRODUCERS
+    threads = 256 + 128 * PRODUCERS
     out_shape = (P, T_, N, D) if SPLIT else (T_, N, D)
     out_type = "float32" if SPLIT else "bfloat16"
     state_shape = (P, T_, N, 2) if SPLIT else (P, 1, 1, 2)
@@ -171,15 +172,33 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
         T.reduce_sum(logit, fresh, dim=1)
 
     @T.macro
-    def fetch(ENTRIES, at, r, chunk, raw):
+    def slots_of(SLOT, t, tile, first, lane, found, at):
+        """The slots of this thread's rows of a tile, −1 behind the last one."""
+        for r in T.unroll(ROWS):
+            at[r] = -1
+            if tile * BK + (first + r) * 8 + lane < found:
+                at[r] = T.cast(SLOT[t, tile * BK + (first + r) * 8 + lane], "int32")
+
+    @T.macro
+    def fetch(ENTRIES, at, r, chunk, raw, place):
         T.call_extern(
             "void",
             f"records::fetch_global<{D}>",
             T.address_of(ENTRIES[0, 0]),
             at[r],
             chunk,
-            T.address_of(raw[r % 4 * 5]),
+            T.address_of(raw[place * 5]),
         )
+
+    @T.macro
+    def decode(raw, place, values):
+        T.call_extern("void", "records::decode_global", T.address_of(raw[place * 5]), T.address_of(values[0]))
+
+    @T.macro
+    def put(keys, values, s, row, chunk):
+        for j in T.unroll(4):
+            for v in T.vectorized(8):
+                keys[s[0], row, chunk * 32 + j * 8 + v] = values[j * 8 + v]
 
     @T.prim_func
     def attend_wide(
@@ -196,7 +215,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
         found: T.int32,
         each: T.int32,
     ):
-        with T.Kernel(T_, T.ceildiv(N, HEADS), P, threads=384) as (t, hb, part):
+        with T.Kernel(T_, T.ceildiv(N, HEADS), P, threads=threads) as (t, hb, part):
             T.import_source(_RECORDS)
             q = T.alloc_shared((HEADS, D), "bfloat16")
             keys = T.alloc_shared((2, BK, D), "bfloat16")
@@ -205,7 +224,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             tops = T.alloc_shared((2, HEADS), "float32")
             keeps = T.alloc_shared((2, HEADS), "float32")
             totals = T.alloc_shared((2, HEADS), "float32")
-            ready = T.alloc_barrier(arrive_count=[128, 128])
+            ready = T.alloc_barrier(arrive_count=[128 * PRODUCERS, 128 * PRODUCERS])
             free = T.alloc_barrier(arrive_count=[256, 256])
             known = T.alloc_barrier(arrive_count=[128, 128])
             logit0 = T.alloc_fragment((HEADS, BK), "float32")
@@ -223,12 +242,15 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             fresh0 = T.alloc_fragment((HEADS,), "float32")
             fresh1 = T.alloc_fragment((HEADS,), "float32")
             raw = T.alloc_local((4 * 5,), "uint32")
-            at = T.alloc_local((8,), "int32")
+            at = T.alloc_local((ROWS,), "int32")
+            coming = T.alloc_local((ROWS,), "int32")
+            s = T.alloc_local((1,), "int32")
+            tile = T.alloc_local((1,), "int32")
             values = T.alloc_local((32,), "bfloat16")
             tid = T.get_thread_binding()
 
-            for i in T.serial(T.ceildiv(HEADS * D // 8, 384)):
-                unit = i * 384 + tid
+            for i in T.serial(T.ceildiv(HEADS * D // 8, threads)):
+                unit = i * threads + tid
                 if unit < HEADS * D // 8:
                     for v in T.vectorized(8):
                         q[unit // (D // 8), unit % (D // 8) * 8 + v] = Q[
@@ -243,62 +265,68 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             T.sync_threads()
 
             if tid >= 256:
-                T.set_max_nreg(72, 0)
-                lane = (tid - 256) % 32
-                chunk = (tid - 256) // 32 * 4 + lane // 8
-                for i in T.serial(pairs):
-                    for s in T.unroll(2):
-                        tile = T.if_then_else(2 * i + s < count, part * each + 2 * i + s, tiles)
-                        for r in T.unroll(8):
-                            if tile < windows:
-                                place = tile * BK + r * 8 + lane % 8
-                                at[r] = T.if_then_else(place < W, T.cast(WINDOW[t, T.min(place, W - 1)], "int32"), -1)
-                            else:
-                                at[r] = -1
-                                where = (tile - windows) * BK + r * 8 + lane % 8
-                                if where < found:
-                                    at[r] = T.cast(SLOT[t, where], "int32")
-                        if tile < windows:
-                            T.barrier_wait(free[s], (i & 1) ^ 1)
-                            for r in T.unroll(8):
-                                T.call_extern(
-                                    "void",
-                                    f"records::window_chunk<{D}>",
-                                    T.address_of(LOCAL[0, 0]),
-                                    T.address_of(RINGS[0, 0]),
-                                    at[r],
-                                    chunk,
-                                    T.address_of(values[0]),
+                T.set_max_nreg(88, 0)
+                lane = tid % 8
+                first = (tid - 256) // 128 * ROWS
+                chunk = tid % 128 // 8
+                for n in T.serial(2 * pairs):
+                    s[0] = n % 2
+                    tile[0] = T.if_then_else(n < count, part * each + n, tiles)
+                    if tile[0] < windows:
+                        for r in T.unroll(ROWS):
+                            place = tile[0] * BK + (first + r) * 8 + lane
+                            at[r] = -1
+                            if place < W:
+                                at[r] = T.cast(WINDOW[t, place], "int32")
+                        T.barrier_wait(free[s[0]], (n // 2 & 1) ^ 1)
+                        for r in T.unroll(ROWS):
+                            T.call_extern(
+                                "void",
+                                f"records::window_chunk<{D}>",
+                                T.address_of(LOCAL[0, 0]),
+                                T.address_of(RINGS[0, 0]),
+                                at[r],
+                                chunk,
+                                T.address_of(values[0]),
+                            )
+                            put(keys, values, s, (first + r) * 8 + lane, chunk)
+                            if chunk == 0:
+                                hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
+                                    at[r] == -1, -T.infinity("float32"), 0.0
                                 )
-                                for j in T.unroll(4):
-                                    for v in T.vectorized(8):
-                                        keys[s, r * 8 + lane % 8, chunk * 32 + j * 8 + v] = values[j * 8 + v]
-                                if chunk == 0:
-                                    hidden[s, r * 8 + lane % 8] = T.if_then_else(
-                                        at[r] == -1, -T.infinity("float32"), 0.0
-                                    )
-                        else:
+                    else:
+                        if n == 0 or tile[0] == windows:
+                            slots_of(SLOT, t, tile[0] - windows, first, lane, found, at)
                             for r in T.unroll(4):
-                                fetch(ENTRIES, at, r, chunk, raw)
-                            T.barrier_wait(free[s], (i & 1) ^ 1)
-                            for r in T.unroll(8):
-                                T.call_extern(
-                                    "void",
-                                    "records::decode_global",
-                                    T.address_of(raw[r % 4 * 5]),
-                                    T.address_of(values[0]),
+                                fetch(ENTRIES, at, r, chunk, raw, r)
+                        slots_of(
+                            SLOT,
+                            t,
+                            T.if_then_else(n + 1 < count, tile[0] + 1 - windows, tiles),
+                            first,
+                            lane,
+                            found,
+                            coming,
+                        )
+                        T.barrier_wait(free[s[0]], (n // 2 & 1) ^ 1)
+                        for r in T.unroll(ROWS):
+                            decode(raw, r % 4, values)
+                            # four records are always on their way, those of the next tile behind those of this one
+                            if r + 4 < ROWS:
+                                fetch(ENTRIES, at, r + 4, chunk, raw, r % 4)
+                            else:
+                                fetch(ENTRIES, coming, r + 4 - ROWS, chunk, raw, r % 4)
+                            put(keys, values, s, (first + r) * 8 + lane, chunk)
+                            if chunk == 0:
+                                hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
+                                    at[r] < 0, -T.infinity("float32"), 0.0
                                 )
-                                for j in T.unroll(4):
-                                    for v in T.vectorized(8):
-                                        keys[s, r * 8 + lane % 8, chunk * 32 + j * 8 + v] = values[j * 8 + v]
-                                if r < 4:
-                                    fetch(ENTRIES, at, r + 4, chunk, raw)
-                                if chunk == 0:
-                                    hidden[s, r * 8 + lane % 8] = T.if_then_else(at[r] < 0, -T.infinity("float32"), 0.0)
-                        T.fence_proxy_async()
-                        T.barrier_arrive(ready[s])
+                        for r in T.unroll(ROWS):
+                            at[r] = coming[r]
+                    T.fence_proxy_async()
+                    T.barrier_arrive(ready[s[0]])
             elif tid < 128:
-                T.set_max_nreg(216, 1)
+                T.set_max_nreg(208, 1)
                 T.fill(acc0, 0)
                 for h in T.Parallel(HEADS):
                     total0[h] = T.if_then_else(part == 0, 1.0, 0.0)
@@ -350,7 +378,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         if hb * HEADS + h < N:
                             OUT[t, hb * HEADS + h, d] = q[h, d]
             else:
-                T.set_max_nreg(216, 1)
+                T.set_max_nreg(208, 1)
                 T.fill(acc1, 0)
                 T.fill(total1, 0)
                 for i in T.serial(pairs):
