@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ def disassembled(cubin: bytes, path: Path) -> str:
 
 #: program, sizes, platform → what its products run on
 PROGRAMS = [
-    ("attention.attend_wide", dict(N=64, D=512, SPLIT=False), "sm90", "HGMMA"),
-    ("attention.attend_wide", dict(N=64, D=512, SPLIT=True), "sm90", "HGMMA"),
+    ("attention.attend_wide", dict(N=64, D=512, SPLIT=False, PRODUCERS=1), "sm90", "HGMMA"),
+    ("attention.attend_wide", dict(N=64, D=512, SPLIT=True, PRODUCERS=1), "sm90", "HGMMA"),
     ("attention.attend", dict(N=64, D=128, SPLIT=False, HEADS=64), "sm90", "HGMMA"),
     ("attention.attend", dict(N=4, D=64, SPLIT=True, HEADS=16), "sm90", "HMMA"),
     # the tensor cores of Blackwell by the instructions of Ampere: correct, and slower than Triton's
@@ -97,7 +98,7 @@ def test_what_is_missing_is_said_with_what_to_install(monkeypatch, tmp_path):
     assert families.missing("attention", tmp_path) is not None, "no device, or nothing built"
     found = importlib.util.find_spec
     monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: None if name == "tilelang" else found(name))
-    assert families.uncompilable() == "tilelang is not installed: pip install 'deepinfer-cli[cuda]'"
+    assert families.uncompilable() == "tilelang is not installed: pip install 'deepinfer-cli[tilelang]'"
     monkeypatch.undo()
     needs_compiler()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -112,6 +113,26 @@ def test_another_source_or_size_is_another_library():
     stem = launch.Call("attention.join", (("N", 3), ("D", 64))).stem()
     assert stem != launch.Call("attention.join", (("N", 4), ("D", 64))).stem()
     assert stem.startswith(f"attention.join-{families.source_key('attention')}-")
+
+
+def test_an_engine_does_not_start_without_the_programs_of_its_model(tmp_path):
+    from types import SimpleNamespace
+
+    from deepinfer_engine.config.profile import load_profile
+    from deepinfer_engine.errors import NotReadyError
+    from deepinfer_engine.runtime.host import check_programs
+    from deepinfer_engine.sim.models import find_model
+    from deepinfer_kernels.reference.numerics import NUMERICS
+    from deepinfer_kernels.registry import Ops
+
+    profile = load_profile("h200x1-nano", (f"kernels.cache_dir={tmp_path}",)).profile
+    checkpoint: Any = SimpleNamespace(config=find_model("nano").config)
+    rows = {op: next(i for i in made if i.backend != "tilelang") for op, made in IMPLEMENTATIONS.items()}
+    check_programs(profile, checkpoint, Ops(NUMERICS["fast"], "sm90", rows))
+    rows["attend_cached"] = next(i for i in IMPLEMENTATIONS["attend_cached"] if i.backend == "tilelang")
+    with pytest.raises(NotReadyError, match=r"3 kernels of TileLang are not built.*attention\.attend") as raised:
+        check_programs(profile, checkpoint, Ops(NUMERICS["fast"], "sm90", rows))
+    assert "build-kernels --target sm90" in (raised.value.hint or "")
 
 
 @pytest.mark.gpu

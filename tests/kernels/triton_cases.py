@@ -389,6 +389,32 @@ def test_attention_with_other_heads_and_without_stores(heads: int):
     assert run(TRITON, "attend_cached", hidden, {}).abs().max() == 0, "no key: nothing"
 
 
+def test_attention_at_the_width_of_the_release():
+    """64 heads of 512 columns, a few keys of every store: the tile that only wide heads take."""
+    torch.manual_seed(7)
+    T, wide = 3, 512
+    ring, entries = quantise.pack_window(bf(20, wide)), quantise.pack_global(bf(30, wide))
+    window, slots = torch.randint(-21, T, (T, 40)), torch.randint(-1, 30, (T, 70))
+    arguments = (bf(T, 64, wide), bf(T, wide), window, ring, slots, entries, torch.randn(64), wide**-0.5)
+    for ops in (TRITON, INVARIANT):
+        check("attend_cached", run(ops, "attend_cached", arguments, {}), REFERENCE.attend_cached(*arguments))
+
+
+def test_a_nan_in_a_record_reaches_the_rows_that_read_it():
+    torch.manual_seed(8)
+    ring = torch.randint(0, 256, (60, D + D // 32), dtype=torch.uint8)
+    ring[:, D:] = torch.randint(120, 130, (60, D // 32))
+    ring[:30, :D][(ring[:30, :D] & 0x7F) == 0x7F] = 0x31
+    ring[1, D] = 0  # 2^-127
+    ring[59, D] = 255
+    window = -2 - torch.arange(60).unsqueeze(1)
+    q = bf(60, N, D, scale=0.05)
+    arguments = (q, q[:, 0], window, ring, None, None, torch.zeros(N), 1e-3)
+    expected = REFERENCE.attend_cached(*arguments)
+    assert not expected[:30].isnan().any() and expected[30:].isnan().any() and expected[59].isnan().all()
+    check("attend_cached", run(INVARIANT, "attend_cached", arguments, {}), expected)
+
+
 def test_an_attended_row_has_the_same_bits_however_many_slots_are_padded():
     (q, local, window, ring, slots, entries, sink, scale), _ = on_device(make("attend_cached", 7)[0]), None
     whole = INVARIANT.attend_cached(q, local, window, ring, slots, entries, sink, scale)

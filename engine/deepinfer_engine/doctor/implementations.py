@@ -46,11 +46,31 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
         for candidate in IMPLEMENTATIONS[op]:
             if candidate is implementation:
                 break
+            if platform not in candidate.platforms and candidate.backend in _backends(op, platform):
+                continue  # further down the list on this platform
             reason = why_not(candidate, mode, platform, batch_invariant=invariant, cache=cache)
             if reason is not None:
                 passed_over[candidate.backend, reason].append(op)
     lines += [f"not {backend} ({reason}): {', '.join(ops)}" for (backend, reason), ops in passed_over.items()]
+    before: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for op, implementation in chosen.items():
+        rows = IMPLEMENTATIONS[op]
+        for other in rows[rows.index(implementation) + 1 :]:
+            rivals = {implementation.backend, other.backend} == {"triton", "tilelang"}
+            if rivals and why_not(other, mode, platform, batch_invariant=invariant, cache=cache) is None:
+                before[implementation.backend, other.backend].append(op)
+    lines += [
+        f"{first} before {second}, unless kernels.overrides says otherwise: {', '.join(dict.fromkeys(ops))}"
+        for (first, second), ops in before.items()
+    ]
     return [passed("operations", f"{len(chosen)} on {platform} in {mode} numerics: {counts}", lines)]
+
+
+def _backends(op: str, platform: str) -> set[str]:
+    """Those that have an implementation of an operation for a platform."""
+    from deepinfer_kernels.registry import IMPLEMENTATIONS
+
+    return {i.backend for i in IMPLEMENTATIONS[op] if platform in i.platforms}
 
 
 def check_step_loop(profile: Profile | None, platform: str) -> Sequence[Finding]:

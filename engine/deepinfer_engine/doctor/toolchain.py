@@ -44,6 +44,8 @@ def _nvcc(system: System) -> Finding:
     home = system.environ.get("CUDA_HOME")
     path = (f"{home}/bin/nvcc" if home and system.path(f"{home}/bin/nvcc").exists() else None) or system.which("nvcc")
     fix = f"install the CUDA toolkit {_NVCC_MIN} or newer, or pip install nvidia-cuda-nvcc, and set CUDA_HOME"
+    if path is None and "nvidia-cuda-nvcc" in system.distributions:
+        return passed("nvcc", f"of the package nvidia-cuda-nvcc {system.distributions['nvidia-cuda-nvcc'].version}")
     if path is None:
         return warned("nvcc", "not found in CUDA_HOME nor on PATH; TileLang kernels cannot be built", fix)
     match = re.search(r"release (\d+\.\d+)", system.output(path, "--version") or "")
@@ -65,7 +67,7 @@ def _package(system: System, name: str, minimum: str) -> Finding:
 
 def _tilelang(system: System) -> Finding:
     have = system.distributions.get("tilelang")
-    fix = "pip install 'deepinfer-cli[cuda]'"
+    fix = "pip install 'deepinfer-cli[tilelang]'"
     if have is None:
         return warned("tilelang", "not installed; its kernels are not used", fix)
     if have.version.split("+")[0] != _TILELANG:

@@ -9,15 +9,12 @@ from deepinfer_engine.config.schema import Profile
 
 if TYPE_CHECKING:
     from deepinfer_kernels.reference.linear import Kind
-    from deepinfer_kernels.triton.shapes import Shapes
+    from deepinfer_kernels.shapes import Shapes
 
 
 def kernel_shapes(config: ModelConfig, profile: Profile) -> Shapes:
-    """Sizes of ``config``'s operations, with the expert slots of as many ranks as share a device of the profile.
-
-    Imports triton.
-    """
-    from deepinfer_kernels.triton.shapes import Shapes
+    """Sizes of ``config``'s operations, with the expert slots of as many ranks as share a device of the profile."""
+    from deepinfer_kernels.shapes import Shapes
 
     c = config
     shared = -(-profile.ranks // max(1, profile.hardware.gpus))

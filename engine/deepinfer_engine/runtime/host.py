@@ -16,6 +16,7 @@ from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.torch_mesh import TorchMesh
 from deepinfer_engine.errors import NotReadyError, UsageError
+from deepinfer_engine.model.kernel_shapes import kernel_shapes
 from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.move_site import MoveSite
@@ -58,6 +59,7 @@ def host_runner(
 ) -> tuple[Runner, tuple[ShardReport, ...]]:
     """Load the share of this process and ``make`` its runner; and how fast each shard was read."""
     ops = resolve_ops(profile)
+    check_programs(profile, checkpoint, ops)
     drafts = profile.spec.verify != "off"
     loaded = load_model(
         checkpoint,
@@ -109,6 +111,24 @@ def _move_site(runner: Runner) -> MoveSite:
 def replay_shape(profile: Profile, checkpoint: Checkpoint) -> ReplayShape:
     """How prompts are replayed under a profile."""
     return ReplayShape.of(checkpoint.config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
+
+
+def check_programs(profile: Profile, checkpoint: Checkpoint, ops: Ops) -> None:
+    """Raise NotReadyError where TileLang programs were not built for the sizes of a model: none is while serving."""
+    chosen = {name for name, implementation in ops.chosen.items() if implementation.backend == "tilelang"}
+    if not chosen:
+        return
+    from deepinfer_kernels.cpp import default_cache
+    from deepinfer_kernels.tilelang.shapes import absent
+
+    cache = default_cache() if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir)
+    sizes = kernel_shapes(checkpoint.config, profile)
+    missing = absent(sizes, ops.platform, cache, chosen, invariant=profile.numerics.batch_invariant)
+    if missing:
+        raise NotReadyError(
+            f"{len(missing)} kernels of TileLang are not built for the sizes of this model, first {missing[0]}",
+            hint=f"deepinfer build-kernels --target {ops.platform} --model PATH --profile NAME, those that are served",
+        )
 
 
 def resolve_ops(profile: Profile) -> Ops:

@@ -17,7 +17,7 @@ from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.tilelang.launch import launch, platform
 
 if TYPE_CHECKING:
-    from deepinfer_kernels.triton.shapes import Shapes
+    from deepinfer_kernels.shapes import Shapes
 
 #: keys of a tile, as in the programs
 _BK = 64

@@ -47,10 +47,10 @@ def missing(module: str, cache: Path | None = None) -> str | None:
 def unusable() -> str | None:
     """What keeps TileLang from being loaded here; None when nothing does."""
     if importlib.util.find_spec("tilelang") is None:
-        return "tilelang is not installed: pip install 'deepinfer-cli[cuda]'"
+        return "tilelang is not installed: pip install 'deepinfer-cli[tilelang]'"
     version = importlib.metadata.version("tilelang").split("+")[0]
     if version != RELEASE:
-        return f"tilelang {version}, kernels are written for {RELEASE}: pip install 'deepinfer-cli[cuda]'"
+        return f"tilelang {version}, kernels are written for {RELEASE}: pip install 'deepinfer-cli[tilelang]'"
     ffi = importlib.metadata.version("apache-tvm-ffi")
     if not FFI[0] <= tuple(int(p) for p in ffi.split(".")[:3] if p.isdigit()) < FFI[1]:
         return f"apache-tvm-ffi {ffi} does not fit tilelang {RELEASE}: pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"
@@ -63,7 +63,7 @@ def uncompilable() -> str | None:
     if reason is not None:
         return reason
     if importlib.util.find_spec("z3") is None:
-        return "z3 is not installed: pip install 'z3-solver>=4.13,<4.15.5'"
+        return "z3 is not installed: pip install 'deepinfer-cli[tilelang]'"
     if nvcc() is None:
         return "there is no nvcc in CUDA_HOME nor on the path: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
     if shutil.which("g++") is None and shutil.which("gcc") is None:

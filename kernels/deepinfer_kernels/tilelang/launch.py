@@ -98,5 +98,5 @@ def _runtime() -> None:
     """Load what registers CUDA modules with tvm_ffi; a fraction of tilelang, whose import takes seconds."""
     spec = importlib.util.find_spec("tilelang")
     if spec is None or spec.origin is None:
-        raise NotBuilt("tilelang is not installed: pip install 'deepinfer-cli[cuda]'")
+        raise NotBuilt("tilelang is not installed: pip install 'deepinfer-cli[tilelang]'")
     ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)

@@ -189,21 +189,36 @@ fma.rn.bf16x2 v, v, power, none;
 fma.rn.bf16x2 $3, v, $6, none;
 }
 """)
+# In a size of all ones, the NaN, one more unit in the last place reaches bit 11, which becomes 0x7FC0: a NaN of bf16.
 _PAIR_TIMES = tl.constexpr("""
 {
-.reg .b32 q, s, power, none;
+.reg .b32 q, s, n, m, power, none;
 mov.b32 power, 0x7B807B80;
 mov.b32 none, 0x80008000;
 shl.b32 s, $2, 8;
 shl.b32 q, $2, 4;
 and.b32 s, s, 0x80008000;
-lop3.b32 q, q, 0x07F007F0, s, 0xEA;
+and.b32 q, q, 0x07F007F0;
+add.u32 n, q, 0x00100010;
+and.b32 n, n, 0x08000800;
+shl.b32 m, n, 4;
+shr.b32 n, n, 5;
+sub.u32 n, m, n;
+or.b32 q, q, s;
 fma.rn.bf16x2 q, q, power, none;
+or.b32 q, q, n;
 fma.rn.bf16x2 $0, q, $3, none;
 shr.b32 q, $2, 4;
 and.b32 s, $2, 0x80008000;
-lop3.b32 q, q, 0x07F007F0, s, 0xEA;
+and.b32 q, q, 0x07F007F0;
+add.u32 n, q, 0x00100010;
+and.b32 n, n, 0x08000800;
+shl.b32 m, n, 4;
+shr.b32 n, n, 5;
+sub.u32 n, m, n;
+or.b32 q, q, s;
 fma.rn.bf16x2 q, q, power, none;
+or.b32 q, q, n;
 fma.rn.bf16x2 $1, q, $3, none;
 }
 """)
@@ -211,8 +226,9 @@ fma.rn.bf16x2 $1, q, $3, none;
 
 @triton.jit
 def e8m0_bf16(byte):
-    """bf16 value of E8M0 bytes, 0 for the smallest."""
-    return (byte.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
+    """bf16 value of E8M0 bytes: 2^(b-127), 0 is 2^-127, 255 is NaN."""
+    bits = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte.to(tl.uint16) << 7))
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from deepinfer_kernels.reference.linear import Kind, Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.shapes import Shapes
 from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
 from deepinfer_kernels.triton.launch import Call, recording
 
@@ -22,29 +22,6 @@ _NUM = NUMERICS["fast"]
 _TOKENS = (1, 17, 33, 65, 256, 512, 1024, 2048, 4096, 8192)
 #: mean rows of an expert slot, likewise
 _ROWS = (1, 13, 49)
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """The sizes of a model that kernels are made for.
-
-    ``routers``: (experts, choices, slots of this process, expert width) of the backbone and of draft blocks.
-    ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed.
-    """
-
-    H: int
-    N: int
-    D: int
-    Dr: int
-    groups: int
-    group_out: int
-    C: int
-    sinkhorn: int
-    index_heads: int
-    Di: int
-    routers: tuple[tuple[int, int, int, int], ...]
-    products: tuple[tuple[int, int, Kind], ...]
-    rows: tuple[int, ...]
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

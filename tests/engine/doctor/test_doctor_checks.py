@@ -366,6 +366,21 @@ def test_operations_list_choices_and_passed_over_candidates():
     assert "not torch (honours fast numerics, not reference): moe_experts" in finding.details
 
 
+def test_of_two_gpu_kernels_the_order_is_said(monkeypatch):
+    from deepinfer_kernels import registry
+
+    def usable(implementation, mode, platform, **_):
+        here = platform in implementation.platforms and implementation.auto
+        return None if here else f"not on {platform}"
+
+    monkeypatch.setattr(registry, "why_not", usable)
+    for platform in ("sm90", "sm100"):
+        (finding,) = implementations.check_implementations(None, platform)
+        order = [d for d in finding.details if "unless kernels.overrides says otherwise" in d]
+        assert any("attend_cached" in line for line in order)
+        assert not any(f"not on {platform}" in line and "attend_cached" in line for line in finding.details)
+
+
 def test_unbuilt_kernels_cost_speed_and_name_the_command(tmp_path):
     empty = profile("cpu-nano", f"kernels.cache_dir={tmp_path}")
     (finding,) = implementations.check_compiled(empty, "cpu")
