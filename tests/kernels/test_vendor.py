@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepinfer_kernels.reference import attention, cache, hyper, index, linear, moe, quantise
+from deepinfer_kernels.reference import attention, cache, engram, hyper, index, linear, moe, norm, quantise
 from deepinfer_kernels.reference.linear import Weight, in_halves
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve
-from deepinfer_kernels.vendor import deep_gemm, flash_mla, libraries
+from deepinfer_kernels.vendor import deep_gemm, flash_mla, libraries, tile_kernels
 from deepinfer_kernels.vendor.families import ADAPTERS
 
 VENDORS = Path(__file__).parent / "vendors"
@@ -231,6 +231,62 @@ def test_a_query_that_sees_nothing_gives_zero(install):
     q, local, window, *rest = attention_case(2, 64, 512, 4, False, False)
     for call in (flash_mla.attend_cached, flash_mla.attend_records):
         assert not call(FAST, q, local, torch.full_like(window, -1), *rest).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("window", 512), ("window", 96), ("index", 128), ("index", 32), ("global", 64)]
+)
+def test_records_are_the_references_bytes(install, kind, width):
+    install("tile_kernels")
+    rows = (torch.randn(3, 5, width) * torch.exp2(torch.randint(-20, 20, (3, 5, 1)).float())).bfloat16()
+    assert torch.equal(tile_kernels.pack_rows(FAST, rows, kind), cache.pack_rows(FAST, rows, kind))
+    if kind == "index":
+        assert torch.equal(tile_kernels.quantise_index_query(FAST, rows), cache.quantise_index_query(FAST, rows))
+
+
+@pytest.mark.parametrize("half", [32, 64, 8])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rotary(install, half, inverse):
+    install("tile_kernels")
+    angle = torch.rand(4, half) * 50
+    for x in (torch.randn(4, 3, 160).bfloat16(), torch.randn(4, 160).bfloat16()):
+        before = x.clone()
+        got = tile_kernels.rope(FAST, x, angle.cos(), angle.sin(), inverse)
+        assert torch.equal(got, norm.rope(FAST, x, angle.cos(), angle.sin(), inverse)) and torch.equal(x, before)
+
+
+@pytest.mark.parametrize("width", [256, 100])
+def test_streams(install, width):
+    install("tile_kernels")
+    streams = (torch.randn(5, 4, width).bfloat16(), torch.randn(5, width).bfloat16())
+    mix = (torch.rand(5, 4), torch.rand(5, 4, 4))
+    close(tile_kernels.mhc_expand(FAST, *streams, *mix), hyper.mhc_expand(FAST, *streams, *mix), 1e-3)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_router_orders_by_id_and_weighs_as_asked(install, normalise):
+    install("tile_kernels")
+    options: dict[str, Any] = dict(k=3, normalise=normalise, scale=1.5, temperature=0.7)
+    case = (torch.randn(6, 32).bfloat16(), torch.randn(16, 32), torch.rand(16))
+    ids, weight = tile_kernels.gate_topk(FAST, *case, **options)
+    expected_ids, expected = moe.gate_topk(FAST, *case, **options)
+    assert torch.equal(ids, expected_ids)
+    close(weight, expected, 1e-6)
+
+
+def test_engram(install):
+    install("tile_kernels")
+    classes = torch.randint(-1, 900, (6, 4))
+    offsets = torch.arange(24).view(3, 8) * 2000
+    sizes = (torch.randint(1 << 20, 1 << 40, (4,)), torch.randint(1000, 2000, (3, 8)), offsets)
+    assert torch.equal(tile_kernels.engram_hash(FAST, classes, 2, *sizes), engram.engram_hash(FAST, classes, 2, *sizes))
+    for width in (512, 96):
+        weights_of = (torch.randn(4, width).bfloat16(), torch.randn(4, width).bfloat16())
+        case = (torch.randn(3, 4, width).bfloat16(), torch.randn(3, 5 * width).bfloat16(), *weights_of)
+        for dead in (None, torch.tensor([False, True, False])):
+            got = tile_kernels.engram_gate(FAST, *case, dead, 1e-20)
+            for have, want in zip(got, engram.engram_gate(FAST, *case, dead, 1e-20), strict=True):
+                close(have, want, 1e-3)
 
 
 def test_sizes_beyond_a_library_are_refused_with_its_limits(install):
