@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_kernels import invariant
+from deepinfer_kernels.cpp import default_cache
 from deepinfer_kernels.cpu.families import FAMILIES as COMPILED
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import (
@@ -67,9 +68,9 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
             missing = family.binary.missing
             compiled = Implementation(name, "cpu", frozenset({"cpu"}), frozenset({"fast"}), fn, missing, True)
             table[name].insert(0, compiled)
-    for family, names in triton.FAMILIES.items():  # one source for both, where it was built
+    for module, names in triton.FAMILIES.items():  # one source for both, where it was built
         for name in names:
-            table[name][:0] = _triton(family, name)
+            table[name][:0] = _triton(module, name)
     for module, names in tilelang.FAMILIES.items():
         for name in names:
             first = tilelang.FASTER.get(name, frozenset())
@@ -84,15 +85,22 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     return {name: tuple(rows) for name, rows in table.items()}
 
 
-def _triton(family: str, name: str) -> list[Implementation]:
+def _triton(module: str, name: str) -> list[Implementation]:
     """The Triton form of an operation, and behind it the one whose tiles do not follow the batch."""
-    reference = getattr(_FAMILIES[family], name)
+    reference = getattr(_FAMILIES[OPS[name].family], name)
     forms = {name: name not in triton.BATCH_DEPENDENT}
     if triton.BATCH_DEPENDENT.get(name):
         forms[f"{name}_invariant"] = True
     return [
         Implementation(
-            name, "triton", _GPUS, frozenset({"fast"}), triton.operation(family, form, reference), triton.missing, safe
+            name,
+            "triton",
+            _GPUS,
+            frozenset({"fast"}),
+            triton.operation(module, form, reference),
+            triton.missing,
+            safe,
+            bound=triton.reading,
         )
         for form, safe in forms.items()
     ]
@@ -143,14 +151,22 @@ class KernelError(Exception):
 
 
 class Ops:
-    """The flat namespace of operations: ``ops.rms_norm(x, weight, eps)`` and so on, numerics already bound."""
+    """The flat namespace of operations: ``ops.rms_norm(x, weight, eps)`` and so on, numerics already bound.
 
-    def __init__(self, numerics: Numerics, platform: str, chosen: Mapping[str, Implementation]):
+    ``cache``: the folder of compiled kernels; None: implementations look where they would by themselves.
+    """
+
+    def __init__(
+        self, numerics: Numerics, platform: str, chosen: Mapping[str, Implementation], cache: Path | None = None
+    ):
         self.numerics = numerics
         self.platform = platform
         self.chosen = dict(chosen)
         for name, implementation in chosen.items():
-            setattr(self, name, functools.partial(implementation.fn, numerics))
+            fn = implementation.fn
+            if cache is not None and implementation.bound is not None:
+                fn = implementation.bound(fn, cache)
+            setattr(self, name, functools.partial(fn, numerics))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no operation named {name!r}; known: {', '.join(sorted(OPS))}")
@@ -187,7 +203,7 @@ def resolve(
             reasons.append(f"{implementation.backend}: {reason}")
         else:
             raise KernelError(name, tuple(reasons))
-    return Ops(NUMERICS[mode], platform, chosen)
+    return Ops(NUMERICS[mode], platform, chosen, cache or default_cache())
 
 
 def _candidates(name: str, wanted: str | None, backend: str) -> tuple[Implementation, ...]:

@@ -50,7 +50,8 @@ class Implementation:
     modes it honours. ``missing``, given the kernel cache (None: the user's), says in one sentence what is absent on
     this machine, or None when it can run.
     ``batch_invariant``: an output row has the same bits whatever else is in the call. ``auto``: may be chosen without
-    being named. ``tolerance``: where it differs from the operation's.
+    being named. ``tolerance``: where it differs from the operation's. ``bound``, given the function and the kernel
+    cache, is how the function reads its compiled kernels from there.
     """
 
     op: str
@@ -62,3 +63,4 @@ class Implementation:
     batch_invariant: bool = False
     auto: bool = True
     tolerance: Tolerance | None = None
+    bound: Callable[[Callable[..., Any], Path], Callable[..., Any]] | None = None

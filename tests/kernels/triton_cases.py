@@ -434,3 +434,13 @@ def test_wrong_shapes_and_types_are_refused():
     (x, counts, bank, w, limit), _ = make("moe_experts", 2)
     with pytest.raises(ValueError, match="12 slots"):
         TRITON.moe_experts(x, counts[:-1], bank, w, limit)
+
+
+def test_engines_with_different_kernel_caches_read_each_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "_platform", lambda: "sm90")
+    monkeypatch.setattr(launch, "folder", None)
+    one, other = (Ops(NUMERICS["fast"], DEVICE, TRITON.chosen, tmp_path / name) for name in ("one", "other"))
+    x, w = on_device(bf(2, 64)), on_device(torch.ones(64))
+    for ops, name in ((one, "one"), (other, "other"), (one, "one")):
+        ops.rms_norm(x, w, 1e-6)
+        assert launch.folder == str(tmp_path / name / "sm90" / "triton")

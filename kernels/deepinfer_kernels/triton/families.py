@@ -1,4 +1,4 @@
-"""What Triton computes, family by family, and whether it can here; imports no triton."""
+"""What Triton computes, module by module, and whether it can here; imports no triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from deepinfer_kernels.cpp import default_cache
 
-#: family → its operations; a row has the same bits in any batch unless named in ``BATCH_DEPENDENT``
+#: module → its operations; a row has the same bits in any batch unless named in ``BATCH_DEPENDENT``
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": ("rms_norm", "rope"),
     "cache": ("pack_rows", "unpack_rows", "load_rows", "store_rows", "quantise_index_query"),
@@ -37,23 +37,16 @@ BATCH_DEPENDENT = {
 OLDEST, NEWEST = (3, 6), (3, 9)
 
 
-#: where Triton finds kernels that were compiled for this device; None until an engine has asked
-folder: Path | None = None
-
-
 def missing(cache: Path | None = None) -> str | None:
     """What keeps Triton from running here, in one sentence with the next step; None when nothing does.
 
     Kernels have to be in the kernel cache: compiling them in the first steps would stop the answers for a minute.
     """
-    global folder
     platform = _platform()
     if not platform.startswith("sm"):
         return platform
-    built = (cache or default_cache()) / platform
-    if next(built.glob("*.cubin"), None) is None:
+    if next(((cache or default_cache()) / platform).glob("*.cubin"), None) is None:
         return f"not built for this device: deepinfer build-kernels --target {platform}"
-    folder = built / "triton"
     return None
 
 
@@ -82,7 +75,7 @@ def _platform() -> str:
 
 
 def operation(
-    family: str, name: str, reference: Callable[..., Any], package: str = "deepinfer_kernels.triton"
+    module: str, name: str, reference: Callable[..., Any], package: str = "deepinfer_kernels.triton"
 ) -> Callable[..., Any]:
     """The operation ``name`` with the signature of its reference; its module is imported at the first call."""
     made: list[Callable[..., Any]] = []
@@ -90,7 +83,22 @@ def operation(
     @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not made:
-            made.append(getattr(importlib.import_module(f"{package}.{family}"), name))
+            made.append(getattr(importlib.import_module(f"{package}.{module}"), name))
         return made[0](*args, **kwargs)
+
+    return call
+
+
+def reading(fn: Callable[..., Any], cache: Path) -> Callable[..., Any]:
+    """``fn``, with kernels that this process has not loaded yet taken from ``cache``."""
+    folder = str(cache / _platform() / "triton")
+    launching: list[Any] = []
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not launching:
+            launching.append(importlib.import_module("deepinfer_kernels.triton.launch"))
+        launching[0].folder = folder
+        return fn(*args, **kwargs)
 
     return call

@@ -14,8 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from deepinfer_kernels.triton import families
-
 #: kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1): for tests
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 #: names of the kernels compiled in this process because no cache held them; does not grow once all shapes were met
@@ -28,8 +26,9 @@ def _note(*, src: Any, cache_hit: bool, **_: Any) -> None:
 
 
 triton.knobs.compilation.listener = _note
-if families.folder is not None and "TRITON_CACHE_DIR" not in os.environ:
-    triton.knobs.cache.dir = str(families.folder)
+#: Triton's cache for kernels that are not loaded yet, set by every operation of an engine before it launches: engines
+#: with other kernel caches may live in this process. None: Triton's own
+folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stage
     key = (kernel, device, warps, stages, kinds, tuple(constants.values()))
     made = _made.get(key)
     if made is None:
+        if folder is not None and "TRITON_CACHE_DIR" not in os.environ:
+            triton.knobs.cache.dir = folder
         _made[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
         return
     # as Triton's own launch from here on, without the 20 us that it takes to find the kernel
