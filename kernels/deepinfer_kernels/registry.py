@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepinfer_kernels import invariant
+from deepinfer_kernels import invariant, parts
 from deepinfer_kernels.cpp import default_cache
 from deepinfer_kernels.cpu.families import FAMILIES as COMPILED
 from deepinfer_kernels.ops import OPS
@@ -63,6 +63,9 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     table["moe_experts"].insert(
         0, Implementation("moe_experts", "torch", _EVERYWHERE, frozenset({"fast"}), moe.moe_experts_grouped)
     )
+    for name, fn in parts.OPERATIONS.items():
+        whole = Implementation(name, "parts", _EVERYWHERE, _ALL, fn, batch_invariant=True, composed=True)
+        table[name].insert(0, whole)
     for family in COMPILED.values():  # first: the fastest where it is built
         for name, fn in family.operations.items():
             missing = family.binary.missing
@@ -166,7 +169,7 @@ class Ops:
             fn = implementation.fn
             if cache is not None and implementation.bound is not None:
                 fn = implementation.bound(fn, cache)
-            setattr(self, name, functools.partial(fn, numerics))
+            setattr(self, name, functools.partial(fn, self if implementation.composed else numerics))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no operation named {name!r}; known: {', '.join(sorted(OPS))}")

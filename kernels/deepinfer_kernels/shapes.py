@@ -12,7 +12,10 @@ class Shapes:
     """The sizes of a model that kernels are made for.
 
     ``routers``: (experts, choices, slots of this process, expert width) of the backbone and of draft blocks.
-    ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed.
+    ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed. ``hash``: (n-gram
+    orders, heads, width of a table row) of the hash memory, None without one; ``heads``: (outputs, inputs) of products
+    with f32 results; ``tables``: widths of embeddings; ``choice``: (entries, entries of a block, blocks) that index
+    sources select.
     """
 
     H: int
@@ -28,3 +31,8 @@ class Shapes:
     routers: tuple[tuple[int, int, int, int], ...]
     products: tuple[tuple[int, int, Kind], ...]
     rows: tuple[int, ...]
+    V: int
+    hash: tuple[int, int, int] | None
+    heads: tuple[tuple[int, int], ...]
+    tables: tuple[int, ...]
+    choice: tuple[int, int, int]

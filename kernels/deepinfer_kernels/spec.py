@@ -51,7 +51,8 @@ class Implementation:
     this machine, or None when it can run.
     ``batch_invariant``: an output row has the same bits whatever else is in the call. ``auto``: may be chosen without
     being named. ``tolerance``: where it differs from the operation's. ``bound``, given the function and the kernel
-    cache, is how the function reads its compiled kernels from there.
+    cache, is how the function reads its compiled kernels from there. ``composed``: the function is made of other
+    operations and takes the namespace of those chosen in place of the numerics.
     """
 
     op: str
@@ -64,3 +65,4 @@ class Implementation:
     auto: bool = True
     tolerance: Tolerance | None = None
     bound: Callable[[Callable[..., Any], Path], Callable[..., Any]] | None = None
+    composed: bool = False

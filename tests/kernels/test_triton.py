@@ -16,13 +16,13 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton: pip install 'deepinfer-cli[cuda]'", allow_module_level=True)
 
-CASES = Path(__file__).with_name("triton_cases.py")
+CASES = [str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py")]
 
 
 def run(**environment: str) -> None:
     """Every case, none of them skipped."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *CASES, "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]

@@ -67,8 +67,12 @@ class KVState:
         self.ops.store_rows(self._index[source], slots, self.ops.pack_rows(keys, "index"))
 
     def entry_store(self, source: int) -> Tensor:
-        """All global rows of one source as stored [E, bytes], to be read in place."""
+        """All global rows of one source as stored [E, bytes], read and written in place."""
         return self._global[source]
+
+    def key_store(self, source: int) -> Tensor:
+        """All index keys of one source as stored [E, bytes], to be written in place."""
+        return self._index[source]
 
     def entries(self, source: int, slots: Tensor) -> Tensor:
         """Global rows [..., D] of entry slots [...]."""
@@ -80,14 +84,9 @@ class KVState:
 
     # ------------------------------------------------------------------ pairs
 
-    def write_pairs(self, source: int, slots: Tensor, value: Tensor, gate: Tensor) -> None:
-        """Pending (value, gate) f32 [T, D] of a ratio-2 source to pair slots [T]."""
-        self.ops.store_rows(self._pairs[source], slots, torch.stack((value, gate), 1))
-
-    def pairs(self, source: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """(value, gate) f32 [T, D] at pair slots [T]."""
-        both = self._pairs[source].index_select(0, slots.clamp(min=0))
-        return both[:, 0], both[:, 1]
+    def pair_store(self, source: int) -> Tensor:
+        """Pending (value, gate) f32 [R, 2, D] of a ratio-2 source by pair slot, read and written in place."""
+        return self._pairs[source]
 
     # -------------------------------------------------------- export / import
 

@@ -90,9 +90,8 @@ class LocalMesh:
     def dispatch(self, ops: Any, layer: int, x: Tensor, experts: Tensor, weights: Tensor, key: Tensor) -> Dispatched:
         """x [T, H], experts [T, K] logical ids, weights [T, K], key [T] → rows sorted by physical slot."""
         slots = choose(self._table, layer, experts, key, self._choice)
-        token, order, counts = ops.dispatch_permute(slots, self._table.placement.slots)
-        weight = torch.empty_like(weights.flatten()).index_copy_(0, order, weights.flatten())
-        return Dispatched(x.index_select(0, token), counts, weight, order, experts.shape[1])
+        rows, weight, order, counts = ops.dispatch_rows(x, slots, weights, self._table.placement.slots)
+        return Dispatched(rows, counts, weight, order, experts.shape[1])
 
     def combine(self, ops: Any, y: Tensor, sent: Dispatched, shared: Tensor) -> Tensor:
         """Expert rows y [M, H] back to their tokens, plus the shared expert's [T, H]."""

@@ -54,9 +54,7 @@ def write_kv(config: ModelConfig, layer: Layer, x: Tensor, step: Step) -> None:
 
 def window_rows(config: ModelConfig, weights: Attention, x: Tensor, rope, ops) -> tuple[Tensor, Tensor]:
     """(values as every reader sees them [T, D], packed rows as stored)."""
-    c = ops.rms_norm(ops.linear(x, weights.wkv), weights.kv_norm, config.rms_norm_eps)
-    packed = ops.pack_rows(ops.rope(c, rope.cos, rope.sin), "window")
-    return ops.unpack_rows(packed, "window"), packed
+    return ops.window_rows(ops.linear(x, weights.wkv), weights.kv_norm, config.rms_norm_eps, rope.cos, rope.sin)
 
 
 def _attend(config: ModelConfig, layer: Layer, q: Tensor, local: Tensor, phase: Phase, step: Step) -> Tensor:
@@ -65,7 +63,7 @@ def _attend(config: ModelConfig, layer: Layer, q: Tensor, local: Tensor, phase: 
     entries = slots = None
     if plan.ratio > 0 and step.selected is not None and step.selected.shape[1]:
         entries = kv.entry_store(plan.kv_source)
-        slots = phase.entry_slots(step.selected, phase.row, plan.ratio)
+        slots = step.selected_slots(phase, plan.ratio)
     return step.ops.attend_cached(
         q, local, phase.window.rows, ring, slots, entries, layer.attn.sink, config.head_dim**-0.5
     )

@@ -111,11 +111,7 @@ class CedModel:
 
     def embed(self, step: Step) -> tuple[Tensor, Tensor]:
         """(streams [T, C, H]: C copies of the embedding, pre-mix [T, C]: the first stream only)."""
-        C = self.config.hc_mult
-        x = step.ops.embed(step.batch.ids_T, self.weights.embed)
-        pre = torch.zeros((x.shape[0], C), device=x.device)
-        pre[:, 0] = 1
-        return x.unsqueeze(1).expand(-1, C, -1).contiguous(), pre
+        return step.ops.embed_streams(step.batch.ids_T, self.weights.embed, self.config.hc_mult)
 
     def run_layer(self, layer: Layer, X: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """One layer on streams X [T, C, H] with the pre-mix handed over; at the cut, the tail only continues."""
@@ -154,14 +150,15 @@ class CedModel:
         normed = ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
         logits = ops.head_logits(normed, self.weights.head)
         taps = torch.stack(step.taps, 1) if step.taps else hidden.new_zeros((X.shape[0], 0, X.shape[2]))
-        return Out(logits, hidden, taps, torch.stack(step.loads))
+        return Out(logits, hidden, taps, step.load(self.config.n_routed_experts))
 
     def end_at_cut(self, layer: Layer, X: Tensor, pre: Tensor, step: Step) -> Out:
         """Write the cut layer's KV and stop: an earlier chunk of a trimmed prefill. The result has no rows."""
         c, ops = self.config, step.ops
         write_kv(c, layer, ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps), step)
         load_LE = X.new_zeros((c.num_hidden_layers, c.n_routed_experts), dtype=torch.int64)
-        load_LE[: len(step.loads)] = torch.stack(step.loads)
+        if c.cut:
+            load_LE[: c.cut] = step.load(c.n_routed_experts)
         return self._no_rows(load_LE, X.dtype)
 
     def _no_rows(self, load_LE: Tensor, dtype: torch.dtype) -> Out:
@@ -179,5 +176,5 @@ class CedModel:
         chosen = route(c, ops, x, ffn, bias, c.num_experts_per_tok)
         step.probe("experts", layer.plan.layer, chosen[0])
         step.probe("route_weights", layer.plan.layer, chosen[1])
-        step.count_experts(chosen[0], c.n_routed_experts)
+        step.count_experts(chosen[0])
         return run_experts(c, ops, step.mesh, layer.plan.layer, x, ffn, chosen, phase.key)

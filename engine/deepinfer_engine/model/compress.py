@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deepinfer_engine.config.model import LayerPlan, ModelConfig
@@ -23,32 +22,25 @@ def write_source(config: ModelConfig, plan: LayerPlan, weights: Compressor, x: T
     kv.arrive(plan.layer)  # this layer is the first that reads entries of this source
     slots, rope = batch.block_slot_T, step.rope[True]
     if plan.ratio == 1:
-        z = ops.rms_norm(ops.linear(x, weights.wkv), weights.norm, config.rms_norm_eps)
+        latent = ops.linear(x, weights.wkv)
     else:
-        z, rope, slots = _pooled(config, plan, weights, x, step)
-        if z.shape[0] == 0:
+        latent, rope, slots = _pooled(plan, weights, x, step)
+        if latent.shape[0] == 0:
             return
-    keys = ops.rms_norm(ops.linear(z, weights.wk), weights.k_norm, config.rms_norm_eps)
-    kv.write_entries(plan.layer, slots, ops.rope(z, rope.cos, rope.sin), ops.rope(keys, rope.cos, rope.sin))
+    angles = (config.rms_norm_eps, rope.cos, rope.sin)
+    z = ops.store_entries(latent, weights.norm, *angles, kv.entry_store(plan.layer), slots, "global")
+    ops.store_entries(ops.linear(z, weights.wk), weights.k_norm, *angles, kv.key_store(plan.layer), slots, "index")
 
 
-def _pooled(
-    config: ModelConfig, plan: LayerPlan, weights: Compressor, x: Tensor, step: Step
-) -> tuple[Tensor, Rope, Tensor]:
+def _pooled(plan: LayerPlan, weights: Compressor, x: Tensor, step: Step) -> tuple[Tensor, Rope, Tensor]:
+    """(pooled latents [n, D] before the norm, their rotary angles, their slots)."""
     ops: Any = step.ops
     kv, batch, pairs = step.kv, step.batch, step.pairs
     assert weights.wgate is not None
     value, gate = ops.linear(x, weights.wkv), ops.linear(x, weights.wgate)
-    first = (value[pairs.partner], gate[pairs.partner])
-    if pairs.any_ring:  # read before this step's rows overwrite the ring
-        old = kv.pairs(plan.layer, pairs.ring_slot)
-        from_ring = pairs.from_ring.unsqueeze(1)
-        first = (torch.where(from_ring, old[0], first[0]), torch.where(from_ring, old[1], first[1]))
-    kv.write_pairs(plan.layer, batch.pair_slot_T, value, gate)
-    pooled = ops.pool_pairs(first, (value[pairs.odd], gate[pairs.odd]))
-    z = ops.rms_norm(pooled, weights.norm, config.rms_norm_eps)
-    # rotated at the even position: the angle of the group's first token
-    cos, sin = ops.rope_angles(batch.pos_T[pairs.odd] - 1, step.frequencies[True])
-    slots = batch.block_slot_T[pairs.odd]
-    slots = torch.where(batch.pos_T[pairs.odd] % 2 == 1, slots, -1)
-    return z, Rope(cos, sin), torch.where(slots < 0, -1, slots // 2)
+    ring = kv.pair_store(plan.layer)
+    # read before this step's rows overwrite the ring
+    older = ring if pairs.any_ring else None
+    pooled = ops.pool_cached(value, gate, older, pairs.odd, pairs.partner, pairs.ring_slot, pairs.from_ring)
+    ops.store_pairs(ring, batch.pair_slot_T, value, gate)
+    return pooled, step.pair_rope, pairs.entry_slot

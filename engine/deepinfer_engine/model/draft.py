@@ -115,9 +115,7 @@ class DraftModel:
         seen = anchors.position.unsqueeze(1) - self._behind
         mask = seen >= anchors.floor.clamp(min=0).unsqueeze(1)
         rows = anchors.ring_slot.unsqueeze(1) * kv.layout.ring + seen.clamp(min=0) % kv.layout.ring
-        X = ops.embed(ids.flatten(), self.embed).unsqueeze(1).expand(-1, c.hc_mult, -1).contiguous()
-        pre = torch.zeros((B * J, c.hc_mult), device=X.device)
-        pre[:, 0] = 1
+        X, pre = ops.embed_streams(ids.flatten(), self.embed, c.hc_mult)
         for stage, layer in enumerate(self.weights.layers):
             X, pre = self._block(stage, layer, X, pre, position, rope, rows, mask, kv, ops)
         hidden = ops.mhc_collapse(X, pre)

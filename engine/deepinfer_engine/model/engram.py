@@ -35,9 +35,7 @@ class MemoryEngramSource:
         self.ops = ops
 
     def lookup(self, ids: Tensor) -> Tensor:
-        flat = ids.flatten()
-        rows = self.ops.dequantise_table(self.weight.index_select(0, flat), self.scale.index_select(0, flat))
-        return rows.view(ids.shape[0], -1)
+        return self.ops.engram_lookup(self.weight, self.scale, ids)
 
     def prefetch(self, ids: Tensor) -> None:
         """Nothing to do: the table is where it is read."""
@@ -92,9 +90,7 @@ class EngramHasher:
 
     def ids(self, ops: Any, lag_ids: Tensor) -> dict[int, Tensor]:
         """layer → row ids [T, columns] for token ids at lags 0..nmax−1 [T, nmax] (−1 before the start)."""
-        classes = torch.where(lag_ids < 0, -1, self.token_class[lag_ids.clamp(min=0)])
-        if self.image_token_id is not None:
-            classes = torch.where(lag_ids == self.image_token_id, -1, classes)
+        classes = ops.token_classes(lag_ids, self.token_class, self.image_token_id)
         return {
             layer: ops.engram_hash(classes, self.pad_class, t.multipliers, t.primes, t.offsets)
             for layer, t in self.tables.items()

@@ -31,7 +31,7 @@ def publish_selection(
         step.candidates = []
     parts: list[tuple[QueryGroup, Tensor]] = []
     for i, group in enumerate(phase.groups):
-        visible = (phase.pos[group.tokens] + 1) // plan.ratio
+        visible = phase.visible(group, plan.ratio)
         longest = (group.last_position + 1) // plan.ratio
         restrict = step.candidates[i] if plan.candidates == "restrict" else None
         if longest <= config.index_topk and restrict is None and not step.probing:
@@ -45,8 +45,9 @@ def publish_selection(
                 step.candidates.append(blocks)
         parts.append((group, chosen))
     width = max(c.shape[-1] for _, c in parts)
-    selected = torch.full((x.shape[0], width), -1, dtype=torch.int64, device=x.device)
-    for group, chosen in parts:
+    whole = len(parts) == 1 and parts[0][0].whole
+    selected = parts[0][1].flatten(0, 1) if whole else x.new_full((x.shape[0], width), -1, dtype=torch.int64)
+    for group, chosen in () if whole else parts:
         if chosen.shape[-1]:
             flat = torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1).flatten(0, 1)
             # padded queries repeat the row's last token, so writing them again writes the same values
@@ -70,15 +71,14 @@ def _score(
     """Selection [B, C, K'] of one group, and its candidate blocks where this layer publishes them and they can bite."""
     ops = step.ops
     rows, queries = group.tokens.shape
-    entries = torch.arange(longest, device=iq.device).expand(rows, -1)
-    keys = step.kv.index_keys(plan.kv_source, phase.entry_slots(entries, group.rows, plan.ratio))
+    keys = step.kv.index_keys(plan.kv_source, phase.entry_slots(longest, group.rows, plan.ratio))
     bites = plan.candidates == "publish" and longest > config.candidate_topk_blocks * config.candidate_block_size
     per_pass = max(1, _TILE // max(1, rows * config.index_n_heads * longest))
     chosen, blocks, raw = [], [], []
     for start in range(0, queries, per_pass):
         part = slice(start, start + per_pass)
-        tokens, seen = group.tokens[:, part], visible[:, part]
-        scores = ops.index_scores(iq[tokens], iw[tokens], keys, seen)
+        seen = visible[:, part]
+        scores = ops.index_scores(group.of(iq)[:, part], group.of(iw)[:, part], keys, seen)
         raw.append(scores)
         if bites:
             blocks.append(

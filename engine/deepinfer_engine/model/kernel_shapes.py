@@ -37,11 +37,16 @@ def kernel_shapes(config: ModelConfig, profile: Profile) -> Shapes:
         (D, H, "bf16"),
         (Di, D, "bf16"),
     ]
+    memory = None
     if c.engram_layer_ids:
         products.extend([(H * (c.hc_mult + 1), c.engram_columns * c.engram_head_dim, "fp8")])
+        memory = (c.engram_max_ngram_size, c.engram_n_heads, c.engram_head_dim)
+    heads, tables = [(c.vocab_size, H)], [H]
     if c.num_nextn_predict_layers:
         taps, rank = len(c.dspark_target_layer_ids), c.dspark_markov_rank
-        products.extend([(H, taps * H, "fp8"), (c.vocab_size, rank, "bf16"), (1, H + rank, "bf16")])
+        products.extend([(H, taps * H, "fp8")])
+        heads += [(c.vocab_size, rank), (1, H + rank)]
+        tables.append(rank)
     return Shapes(
         H=H,
         N=c.num_attention_heads,
@@ -56,4 +61,9 @@ def kernel_shapes(config: ModelConfig, profile: Profile) -> Shapes:
         routers=tuple(routers),
         products=tuple(dict.fromkeys(products)),
         rows=(H, ql, D, Di),
+        V=c.vocab_size,
+        hash=memory,
+        heads=tuple(heads),
+        tables=tuple(tables),
+        choice=(c.index_topk, c.candidate_block_size, c.candidate_topk_blocks),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,12 +47,19 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class QueryGroup:
-    """Rows scored together: token indices [B, C] (padding repeats the last), valid [B, C], batch rows [B]."""
+    """Rows scored together: token indices [B, C] (padding repeats the last), batch rows [B].
+
+    ``whole``: its tokens are all queries of the phase, in their order.
+    """
 
     tokens: Tensor
-    valid: Tensor
     rows: Tensor
     last_position: int
+    whole: bool
+
+    def of(self, values: Tensor) -> Tensor:
+        """What belongs to its tokens [B, C, ...] of values [T, ...]."""
+        return values.unflatten(0, self.tokens.shape) if self.whole else values[self.tokens]
 
 
 class Phase:
@@ -62,6 +70,7 @@ class Phase:
         batch: Batch,
         layout: KVLayout,
         ropes: dict[bool, Rope],
+        ops: Any,
         *,
         query: Tensor | None,
         query_spans: tuple[RowSpan, ...],
@@ -70,6 +79,7 @@ class Phase:
     ):
         self.batch = batch
         self.layout = layout
+        self.ops = ops
         self.query = query
         self.spans = query_spans
         self.local_spans = local_spans
@@ -77,6 +87,7 @@ class Phase:
         self.pos = batch.pos_T if query is None else batch.pos_T[query]
         self.row = batch.row_T if query is None else batch.row_T[query]
         self.rope = {yarn: r.take(query) for yarn, r in ropes.items()}
+        self._visible: dict[tuple[int, int], Tensor] = {}
 
     @cached_property
     def key(self) -> Tensor:
@@ -96,15 +107,10 @@ class Phase:
         if (f := self.batch.floating) is not None:
             per_row[: f.rows, 1] = f.start_F
             per_row[: f.rows, 2] = f.first_F
-        floor, local_start, local_first = per_row[self.row].unbind(-1)
-        u = self.pos.unsqueeze(1) - torch.arange(width - 1, -1, -1, device=device)
-        rows = u + (local_first - local_start).unsqueeze(1)
         any_ring = any(s.start > max(0, f) for s, f in zip(self.local_spans, floors, strict=True))
-        if any_ring:
-            ring_base = self.batch.ring_slot_B[self.row] * self.layout.ring
-            ring = -2 - ring_base.unsqueeze(1) - u % self.layout.ring
-            rows = torch.where(u < local_start.unsqueeze(1), ring, rows)
-        return WindowPlan(torch.where(u >= floor.unsqueeze(1), rows, -1), any_ring)
+        rings = self.batch.ring_slot_B if any_ring else None
+        rows = self.ops.window_places(self.pos, self.row, per_row, rings, width=width, ring=self.layout.ring)
+        return WindowPlan(rows, any_ring)
 
     @cached_property
     def groups(self) -> tuple[QueryGroup, ...]:
@@ -127,27 +133,33 @@ class Phase:
             first[: f.rows], count[: f.rows] = f.first_F, f.count_F
         along = torch.arange(max(s.count for s in spans), device=device)
         last = (count - 1).unsqueeze(1)
-        return QueryGroup(
-            tokens=first.unsqueeze(1) + torch.minimum(along, last),
-            valid=along <= last,
-            rows=which,
-            last_position=max(s.end for s in spans) - 1,
-        )
+        tokens = first.unsqueeze(1) + torch.minimum(along, last)
+        budgeted = f is not None and f.budget is not None  # only the device knows how many tokens a row has
+        even = len({s.count for s in spans}) == 1 and rows == list(range(len(self.spans)))
+        return QueryGroup(tokens, which, max(s.end for s in spans) - 1, whole=even and not budgeted)
 
-    def entry_slots(self, entries: Tensor, rows: Tensor, ratio: int) -> Tensor:
-        """Flat entry slots of entries [n, K] (−1 stays −1) of batch rows [n]."""
-        per_block = BLOCK_TOKENS // ratio
-        e = entries.clamp(min=0)
-        # a floating row's last position is an upper bound, which may lie beyond the blocks it was given
-        place = (e // per_block).clamp(max=self.batch.block_table_BP.shape[1] - 1)
-        block = self.batch.block_table_BP[rows.unsqueeze(1), place]
-        return torch.where(entries < 0, -1, block * per_block + e % per_block)
+    def entry_slots(self, entries: Tensor | int, rows: Tensor, ratio: int) -> Tensor:
+        """Flat entry slots of entries [n, K] (−1 stays −1; a number: as many from 0 on) of batch rows [n].
+
+        A floating row's last position is an upper bound, which may lie beyond the blocks it was given.
+        """
+        given, count = (None, entries) if isinstance(entries, int) else (entries, entries.shape[1])
+        table = self.batch.block_table_BP
+        return self.ops.entry_slots(given, rows, table, per_block=BLOCK_TOKENS // ratio, count=count)
+
+    def visible(self, group: QueryGroup, ratio: int) -> Tensor:
+        """How many entries each query of a group may see, int64 [B, C]."""
+        key = (id(group), ratio)
+        if key not in self._visible:
+            self._visible[key] = (group.of(self.pos) + 1) // ratio
+        return self._visible[key]
 
 
 @dataclass(frozen=True)
 class PairPlan:
     """``odd``: step indices of odd positions [n]; ``partner``: step index of the previous token (itself when that is
-    in the ring); ``ring_slot``: pair slot of the previous position; ``from_ring`` [n] bool.
+    in the ring); ``ring_slot``: pair slot of the previous position; ``from_ring`` [n] bool. ``position`` and
+    ``entry_slot``: of the pair, that is its first position and its global entry (PAD: not kept).
 
     Every token of a floating row is among ``odd``: only the device knows which are, and even ones store nothing."""
 
@@ -156,6 +168,8 @@ class PairPlan:
     ring_slot: Tensor
     from_ring: Tensor
     any_ring: bool
+    position: Tensor
+    entry_slot: Tensor
 
 
 class Step:
@@ -173,7 +187,8 @@ class Step:
         self.image: Tensor | None = None
         self.engram_ids: dict[int, Tensor] = {}
         self.taps: list[Tensor] = []
-        self.loads: list[Tensor] = []
+        self._chosen: list[Tensor] = []
+        self._slots: tuple[Tensor, int, Tensor] | None = None
         self.kv = kv
         self.ops = ops
         self.mesh = mesh
@@ -187,7 +202,9 @@ class Step:
         tail_spans = _tail_spans(batch) if trimmed else batch.rows
 
         def phase(query: Tensor | None, spans: tuple[RowSpan, ...], local: tuple[RowSpan, ...], after: bool) -> Phase:
-            return Phase(batch, self.layout, ropes, query=query, query_spans=spans, local_spans=local, after_cut=after)
+            return Phase(
+                batch, self.layout, ropes, ops, query=query, query_spans=spans, local_spans=local, after_cut=after
+            )
 
         self.before = phase(None, batch.rows, batch.rows, False)
         self.at_cut = phase(batch.tail_T, tail_spans, batch.rows, False) if trimmed else self.before
@@ -198,11 +215,28 @@ class Step:
         """Whether no token of the step goes past the cut."""
         return not any(s.tail for s in self.batch.rows)
 
-    def count_experts(self, experts: Tensor, total: int) -> None:
-        """Add one layer's tokens per logical expert, int64 [E], from chosen ids [T, K]."""
-        flat = experts.flatten()
-        load = torch.zeros(total, dtype=torch.int64, device=flat.device)
-        self.loads.append(load.scatter_add_(0, flat, torch.ones_like(flat)))
+    def count_experts(self, experts: Tensor) -> None:
+        """Take one layer's chosen logical experts [T, K] for ``load``."""
+        self._chosen.append(experts)
+
+    def load(self, total: int) -> Tensor:
+        """Tokens per logical expert int64 [layers so far, total]."""
+        # layers with the same number of tokens are counted together: one launch instead of some for each
+        runs = [list(run) for _, run in groupby(self._chosen, key=lambda experts: experts.shape)]
+        counts = [self.ops.count_choices(torch.stack(run), total) for run in runs]
+        return counts[0] if len(counts) == 1 else torch.cat(counts)
+
+    def selected_slots(self, phase: Phase, ratio: int) -> Tensor:
+        """Entry slots [T, K] of what is selected; the layers that share a selection find them once."""
+        assert self.selected is not None
+        if self._slots is None or self._slots[0] is not self.selected or self._slots[1] != ratio:
+            self._slots = (self.selected, ratio, phase.entry_slots(self.selected, phase.row, ratio))
+        return self._slots[2]
+
+    @cached_property
+    def pair_rope(self) -> Rope:
+        """Angles of the pairs' first positions, in the table of compressed layers."""
+        return Rope(*self.ops.rope_angles(self.pairs.position, self.frequencies[True]))
 
     @cached_property
     def pairs(self) -> PairPlan:
@@ -222,9 +256,12 @@ class Step:
         if floating is not None:
             ring.index_fill_(0, floating.first_F, True)
         size = self.layout.pair_ring
-        slot = self.batch.ring_slot_B[self.batch.row_T[index]] * size + (self.batch.pos_T[index] - 1) % size
+        position = self.batch.pos_T[index] - 1
+        slot = self.batch.ring_slot_B[self.batch.row_T[index]] * size + position % size
+        entry = self.batch.block_slot_T[index]
+        entry = torch.where((position % 2 == 1) | (entry < 0), -1, entry // 2)
         any_ring = floating is not None or any(from_ring)
-        return PairPlan(index, torch.where(ring, index, index - 1), slot, ring, any_ring)
+        return PairPlan(index, torch.where(ring, index, index - 1), slot, ring, any_ring, position, entry)
 
 
 def _ignore(name: str, layer: int, value: Tensor) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.config.model import BLOCK_TOKENS
 from deepinfer_engine.model.step import Phase, Step
 from deepinfer_engine.runtime.batch import RowInput, build_batch
+from deepinfer_kernels.registry import resolve
 
 Ints = NDArray[np.int64]
 #: layer classes: below the cut, the cut layer, above it
@@ -66,6 +66,7 @@ class TagMachine:
 
     def __init__(self, layout: KVLayout, *, slots: int, blocks: int):
         self.layout = layout
+        self.ops = resolve("float", "cpu")
         self.ratios = sorted({s.ratio for s in layout.sources})
         self.rings = {name: np.full((slots + 1) * layout.ring, _UNSET, np.int64) for name in CLASSES}
         self.pairs = np.full((slots + 1) * layout.pair_ring, _UNSET, np.int64)
@@ -95,7 +96,7 @@ class TagMachine:
     def run(self, rows: Sequence[tuple[Tagged, RowInput]]) -> list[Seen]:
         """Execute one step; what each row read and wrote, in order."""
         batch = build_batch([row for _, row in rows], self.layout, ngram=2)
-        step = Step({}, batch, SimpleNamespace(layout=self.layout), None, None)
+        step = Step({}, batch, SimpleNamespace(layout=self.layout), self.ops, None)
         spans = batch.rows
         names = np.concatenate([seq.names(np.arange(s.start, s.end)) for (seq, _), s in zip(rows, spans, strict=True)])
         seen = [Seen() for _ in rows]
@@ -148,8 +149,7 @@ class TagMachine:
             one.windows[name] = keys[row_of == b]
         for group in phase.groups:
             for ratio in self.ratios:
-                entry = torch.arange((group.last_position + 1) // ratio).expand(len(group.rows), -1)
-                slots = phase.entry_slots(entry, group.rows, ratio).numpy()
+                slots = phase.entry_slots((group.last_position + 1) // ratio, group.rows, ratio).numpy()
                 for i, b in enumerate(group.rows.tolist()):
                     last = int(seen[b].queries[name].max()) + 1
                     # a shorter row of the group is masked beyond its own entries

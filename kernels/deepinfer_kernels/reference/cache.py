@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from deepinfer_kernels.reference import quantise as q
+from deepinfer_kernels.reference.norm import rms_norm, rope
 from deepinfer_kernels.reference.numerics import Numerics
 
 #: record kind → (pack, unpack)
@@ -47,3 +49,72 @@ def quantise_index_query(num: Numerics, iq: Tensor) -> Tensor:
     if not num.records:
         return iq
     return num.round(q.dequantise_q4m(*q.quantise_q4m(iq)))
+
+
+def window_rows(
+    num: Numerics, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(window rows as every reader sees them [T, D], as stored) of x [T, D]: normed, rotated, quantised."""
+    packed = pack_rows(num, rope(num, rms_norm(num, x, weight, eps), cos, sin), "window")
+    return unpack_rows(num, packed, "window"), packed
+
+
+def store_entries(
+    num: Numerics,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    store: Tensor,
+    slots: Tensor,
+    kind: str,
+) -> Tensor:
+    """Normed x [T, D]; their rotated rows go, packed, to ``slots`` [T] of ``store`` as ``store_rows`` does it."""
+    normed = rms_norm(num, x, weight, eps)
+    store_rows(num, store, slots, pack_rows(num, rope(num, normed, cos, sin), kind))
+    return normed
+
+
+def store_pairs(num: Numerics, store: Tensor, slots: Tensor, value: Tensor, gate: Tensor) -> None:
+    """store[slots[i]] = (value[i], gate[i]), f32 [R, 2, D], as ``store_rows`` does it."""
+    store_rows(num, store, slots, torch.stack((value, gate), 1))
+
+
+def entry_slots(
+    num: Numerics, entries: Tensor | None, rows: Tensor, table: Tensor, *, per_block: int, count: int
+) -> Tensor:
+    """Flat slots int64 [n, count] of the entries [n, count] (None: 0, 1, 2, …) of batch rows [n]; −1 stays −1.
+
+    table [B, P]: blocks of each row, of ``per_block`` entries. An entry beyond them is looked for in the last one.
+    """
+    if entries is None:
+        entries = torch.arange(count, device=rows.device).expand(rows.shape[0], -1)
+    e = entries.clamp(min=0)
+    place = (e // per_block).clamp(max=table.shape[1] - 1)
+    block = table[rows.unsqueeze(1), place]
+    return torch.where(entries < 0, -1, block * per_block + e % per_block)
+
+
+def window_places(
+    num: Numerics,
+    position: Tensor,
+    row: Tensor,
+    spans: Tensor,
+    rings: Tensor | None,
+    *,
+    width: int,
+    ring: int,
+) -> Tensor:
+    """Where the ``width`` window rows up to each query are, int64 [T, width]; as ``attend_cached`` reads them.
+
+    position, row [T] of the queries. spans [B, 3]: lowest visible position of a row, its first position in this step,
+    and where that is in the step. rings [B]: its ring slot, of ``ring`` records (None: no query sees an older row).
+    """
+    floor, start, first = spans[row].unbind(-1)
+    u = position.unsqueeze(1) - torch.arange(width - 1, -1, -1, device=position.device)
+    places = u + (first - start).unsqueeze(1)
+    if rings is not None:
+        older = -2 - (rings[row] * ring).unsqueeze(1) - u % ring
+        places = torch.where(u < start.unsqueeze(1), older, places)
+    return torch.where(u >= floor.clamp(min=0).unsqueeze(1), places, -1)

@@ -9,6 +9,12 @@ from deepinfer_kernels.reference import quantise as q
 from deepinfer_kernels.reference.numerics import Numerics
 
 
+def token_classes(num: Numerics, ids: Tensor, table: Tensor, image: int | None) -> Tensor:
+    """Hash class of each token id, int64 of ids' shape; −1 for ids below 0 (before the start) and for ``image``."""
+    classes = torch.where(ids < 0, -1, table[ids.clamp(min=0)])
+    return classes if image is None else torch.where(ids == image, -1, classes)
+
+
 def engram_hash(
     num: Numerics, classes: Tensor, pad_class: int, multipliers: Tensor, primes: Tensor, offsets: Tensor
 ) -> Tensor:
@@ -31,6 +37,13 @@ def engram_hash(
 def dequantise_table(num: Numerics, weight: Tensor, scale: Tensor) -> Tensor:
     """Values [M, width] of gathered table rows: E4M3 bytes [M, width], one E8M0 scale per 32 [M, width/32]; exact."""
     return num.round(q.dequantise_rows(weight, scale))
+
+
+def engram_lookup(num: Numerics, weight: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+    """Values [T, columns · width] of table rows ids [T, columns]: E4M3 bytes [R, width], scales [R, width/32]."""
+    flat = ids.flatten()
+    rows = dequantise_table(num, weight.index_select(0, flat), scale.index_select(0, flat))
+    return rows.view(ids.shape[0], ids.shape[1] * weight.shape[1])
 
 
 def engram_gate(

@@ -108,6 +108,14 @@ def embed(num: Numerics, ids: Tensor, table: Tensor) -> Tensor:
     return num.round(table[ids])
 
 
+def embed_streams(num: Numerics, ids: Tensor, table: Tensor, streams: int) -> tuple[Tensor, Tensor]:
+    """(the rows of ``embed`` in each of C streams [T, C, H], the pre-mix f32 [T, C] that takes the first)."""
+    x = embed(num, ids, table)
+    pre = torch.zeros((x.shape[0], streams), device=x.device)
+    pre[:, 0] = 1
+    return x.unsqueeze(1).expand(-1, streams, -1).contiguous(), pre
+
+
 def head_logits(num: Numerics, h: Tensor, weight: Weight) -> Tensor:
     """f32 logits [T, V] of normed hidden states [T, H]; both operands are widened to f32."""
     return h.float() @ weight.dense.float().mT

@@ -109,3 +109,22 @@ def dispatch_permute(num: Numerics, slots: Tensor, num_slots: int) -> tuple[Tens
     counts = torch.zeros(num_slots, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     return perm // slots.shape[1], order, counts
+
+
+def dispatch_rows(
+    num: Numerics, x: Tensor, slots: Tensor, weights: Tensor, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``dispatch_permute`` with what travels: x [T, H] and weights [T, k] of the pairs.
+
+    (rows [T·k, H] and weights [T·k] in sorted order, position of each pair in it [T·k], rows per slot [num_slots]).
+    """
+    token, order, counts = dispatch_permute(num, slots, num_slots)
+    weight = torch.empty_like(weights.flatten()).index_copy_(0, order, weights.flatten())
+    return x.index_select(0, token), weight, order, counts
+
+
+def count_choices(num: Numerics, ids: Tensor, total: int) -> Tensor:
+    """int64 [L, total]: how often each of ``total`` experts is among the choices int64 [L, T, k] of a layer."""
+    flat = ids.flatten(1)
+    counts = torch.zeros((ids.shape[0], total), dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat))

@@ -21,6 +21,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "index": ("index_scores",),
     "attention": ("attend_cached",),
     "moe": ("gate_topk", "moe_experts", "shared_expert", "moe_combine"),
+    "permute": ("dispatch_permute", "dispatch_rows", "count_choices"),
+    "select": ("candidate_blocks", "restrict_to_candidates", "select_topk", "index_weights"),
+    "engram": ("token_classes", "engram_hash", "dequantise_table", "engram_lookup", "engram_gate"),
+    "rows": ("window_rows", "store_entries"),
+    "places": ("entry_slots", "window_places", "rope_angles", "embed", "embed_streams"),
+    "compress": ("pool_pairs", "pool_cached", "store_pairs"),
+    "head": ("head_logits",),
 }
 #: the tile of these follows the number of rows, and with it the order of their sums; those with True have a second
 #: form on one tile, named ``<operation>_invariant``

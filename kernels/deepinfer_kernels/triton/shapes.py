@@ -14,9 +14,40 @@ from deepinfer_kernels.reference.linear import Kind, Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.shapes import Shapes
-from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
+from deepinfer_kernels.triton import (
+    attention,
+    cache,
+    compress,
+    engram,
+    head,
+    hyper,
+    index,
+    linear,
+    moe,
+    norm,
+    permute,
+    places,
+    rows,
+    select,
+)
 from deepinfer_kernels.triton.launch import Call, recording
 
+_MODULES = (
+    attention,
+    cache,
+    compress,
+    engram,
+    head,
+    hyper,
+    index,
+    linear,
+    moe,
+    norm,
+    permute,
+    places,
+    rows,
+    select,
+)
 _NUM = NUMERICS["fast"]
 #: numbers of tokens of every tile and number of parts: parts halve when tiles of tokens double, up to 8192 of a step
 _TOKENS = (1, 17, 33, 65, 256, 512, 1024, 2048, 4096, 8192)
@@ -52,7 +83,7 @@ def _weight(*shape: int, kind: Kind) -> Weight:
 def launches(shapes: Shapes, *, invariant: bool) -> Iterator[tuple[str, Call]]:
     """(operation, launch) of every kernel, some of them more than once; ``invariant``: in the batch-invariant form."""
     for name, arguments, options in _calls(shapes):
-        module = next(m for m in (attention, cache, hyper, index, linear, moe, norm) if hasattr(m, name))
+        module = next(m for m in _MODULES if name in vars(m))
         form = getattr(module, f"{name}_invariant", None) if invariant else None
         found: list[Call] = []
         with recording(found.append):
@@ -104,6 +135,57 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         for mean in _ROWS:
             rows = mean * slots
             yield "moe_experts", (_empty(rows, s.H), _i64(slots), bank, _f32(rows), 10.0), {}
+    yield from _step(s)
+
+
+def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """What a step does beside products and attention; none of these kernels depends on the number of rows."""
+    T = 1
+    angles = (_f32(T, s.Dr // 2), _f32(T, s.Dr // 2))
+    for width in s.tables:
+        yield "embed", (_i64(T), _empty(s.V, width)), {}
+    yield "embed_streams", (_i64(T), _empty(s.V, s.H), s.C), {}
+    yield "rope_angles", (_i64(T), _f32(s.Dr // 2)), {}
+    for outs, inner in s.heads:
+        for tokens in (1, 17):
+            yield "head_logits", (_empty(tokens, inner), _weight(outs, inner, kind="bf16")), {}
+    for weight in (_empty(s.D), _f32(s.D)):
+        yield "window_rows", (_empty(T, s.D), weight, 1e-6, *angles), {}
+    for kind, width in (("global", s.D), ("index", s.Di)):
+        store = _bytes(9, cache.record(kind, width, stored=False)[3])
+        yield "store_entries", (_empty(T, width), _empty(width), 1e-6, *angles, store, _i64(T), kind), {}
+    yield "store_pairs", (_f32(9, 2, s.D), _i64(T), _f32(T, s.D), _f32(T, s.D)), {}
+    yield "pool_pairs", ((_f32(T, s.D), _f32(T, s.D)), (_f32(T, s.D), _f32(T, s.D))), {}
+    places = (_i64(T), _i64(T), _i64(T), _empty(T, dtype=torch.bool))
+    for ring in (None, _f32(9, 2, s.D)):
+        yield "pool_cached", (_f32(T, s.D), _f32(T, s.D), ring, *places), {}
+    for entries in (None, _i64(T, 4)):
+        yield "entry_slots", (entries, _i64(T), _i64(T, 3)), dict(per_block=64, count=4)
+    for rings in (None, _i64(T)):
+        yield "window_places", (_i64(T), _i64(T), _i64(T, 3), rings), dict(width=4, ring=8)
+    entries, block, keep = s.choice
+    for n in (1024, 4096):
+        yield "select_topk", (_f32(T, 1, n),), dict(k=entries)
+    scores = _f32(T, 1, 4096)
+    yield "candidate_blocks", (scores, _i64(T, 1)), dict(block=block, keep=keep)
+    kept = _empty(T, 1, -(-4096 // block), dtype=torch.bool)
+    yield "restrict_to_candidates", (scores, kept), dict(block=block)
+    yield "index_weights", (_empty(T, s.index_heads), s.Di), {}
+    if s.hash is not None:
+        orders, heads, width = s.hash
+        columns = (orders - 1) * heads
+        yield "token_classes", (_i64(T, orders), _i64(s.V), None), {}
+        yield "engram_hash", (_i64(T, orders), 0, _i64(orders), _i64(orders - 1, heads), _i64(orders - 1, heads)), {}
+        table = (_bytes(9, width), _bytes(9, width // 32))
+        yield "engram_lookup", (*table, _i64(T, columns)), {}
+        yield "dequantise_table", table, {}
+        streams = (_empty(T, s.C, s.H), _empty(T, (s.C + 1) * s.H), _empty(s.C, s.H), _empty(s.C, s.H))
+        for dead in (None, _empty(T, dtype=torch.bool)):
+            yield "engram_gate", (*streams, dead, 1e-6), {}
+    for experts, choices, slots, _ in s.routers:
+        yield "dispatch_permute", (_i64(T, choices), slots), {}
+        yield "dispatch_rows", (_empty(T, s.H), _i64(T, choices), _f32(T, choices), slots), {}
+        yield "count_choices", (_i64(1, T, choices), experts), {}
 
 
 def _attention(s: Shapes, T: int) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
