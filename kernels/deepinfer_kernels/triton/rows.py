@@ -1,7 +1,7 @@
 """Rows on their way into the caches, in one launch: normed, rotated, quantised, stored, as their readers see them."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
