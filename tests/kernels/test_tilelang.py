@@ -16,8 +16,9 @@ import torch
 
 from deepinfer_kernels.registry import IMPLEMENTATIONS
 from deepinfer_kernels.tilelang import families, launch
+from deepinfer_kernels.tilelang.experts import _FEW, _MANY
 
-CASES = Path(__file__).with_name("tilelang_cases.py")
+CASES = [Path(__file__).with_name(name) for name in ("tilelang_cases.py", "tilelang_gemm_cases.py")]
 
 
 def needs_compiler() -> None:
@@ -46,6 +47,13 @@ PROGRAMS = [
     # the tensor cores of Blackwell by the instructions of Ampere: correct, and slower than Triton's
     ("attention.attend", dict(N=64, D=512, SPLIT=False, HEADS=64), "sm100", "HMMA"),
     ("attention.join", dict(N=64, D=512), "sm100", ""),
+    ("experts.gate_up", dict(N=2304, K=5120) | _MANY[0]._asdict() | dict(GRAIN=32), "sm90", "HGMMA.64x256x16"),
+    ("experts.down", dict(N=5120, K=2304) | _FEW[1]._asdict() | dict(GRAIN=32), "sm90", "HGMMA.64x32x16"),
+    ("experts.gate_up_blackwell", dict(N=2304, K=5120, BT=128), "sm100", "UTCHMMA"),
+    ("experts.down_blackwell", dict(N=320, K=192, BT=32), "sm100", "UTCHMMA"),
+    ("index.index_scores", dict(HEADS=32, D=128, QB=8), "sm90", "HGMMA.64x256x16"),
+    ("index.index_scores", dict(HEADS=8, D=64, QB=1), "sm90", "HGMMA.64x8x16"),
+    ("index.index_scores_blackwell", dict(HEADS=32, D=128, QB=4), "sm100", "UTCHMMA"),
 ]
 
 
@@ -137,8 +145,9 @@ def test_an_engine_does_not_start_without_the_programs_of_its_model(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-def test_every_kernel_agrees_with_the_reference_on_the_device():
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_every_kernel_agrees_with_the_reference_on_the_device(cases: Path):
+    command = [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]

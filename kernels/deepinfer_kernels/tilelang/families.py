@@ -15,13 +15,19 @@ from deepinfer_kernels.cpp import default_cache
 #: module of operations → its operations
 FAMILIES: dict[str, tuple[str, ...]] = {
     "attention": ("attend_cached",),
+    "experts": ("moe_experts",),
+    "index": ("index_scores",),
 }
 #: as for Triton: a row's bits follow the batch; with True there is ``<operation>_invariant``, which is free of it
 BATCH_DEPENDENT = {
     "attend_cached": True,
+    "moe_experts": True,
 }
 #: operation → platforms on which it was measured to be faster than Triton's, which is taken first elsewhere
-FASTER: dict[str, frozenset[str]] = {}
+FASTER: dict[str, frozenset[str]] = {
+    "moe_experts": frozenset({"sm90"}),
+    "index_scores": frozenset({"sm90"}),
+}
 
 #: the release that kernels are written for; the library of its run time is loaded into ours
 RELEASE = "0.1.15"

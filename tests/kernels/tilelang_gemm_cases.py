@@ -1,0 +1,210 @@
+"""Cases of test_tilelang.py for a CUDA device: experts and index scores beside the reference, faults, single rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.ops import OPS
+from deepinfer_kernels.reference import index as reference_index
+from deepinfer_kernels.reference import moe as reference_moe
+from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.moe import ExpertBank
+from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.tilelang import build, experts, families, index, launch
+
+NUM = NUMERICS["fast"]
+#: hidden and expert width: whole tiles, and a last tile with 32 of its outputs
+WIDTHS = [(256, 128), (320, 192)]
+#: rows of seven slots: a few, one class up, many; empty slots and slots with part of a tile
+COUNTS = [
+    (0, 3, 1, 0, 17, 33, 2),
+    (0, 0, 0, 0, 0, 0, 5),
+    (64, 65, 0, 1, 130, 0, 128),
+    (256, 257, 0, 1, 600, 255, 90),
+    (0, 0, 0, 2100, 0, 0, 0),
+]
+#: heads and width of index queries
+HEADS = [(32, 128), (8, 64), (64, 128)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every program of these cases, compiled side by side."""
+    found: list[tuple[str, launch.Call]] = []
+    platform = families.platform()
+    with launch.recording(lambda call: found.append(("op", call)), platform):
+        for H, width in WIDTHS:
+            for rows in (7, 7 * 40, 7 * 300):
+                arguments = on(make_experts((rows, 0, 0, 0, 0, 0, 0), H, width), "meta")
+                experts.moe_experts(NUM, *arguments)
+                experts.moe_experts_invariant(NUM, *arguments)
+        for heads, width in HEADS:
+            for C in (1, 2, 4, 8, 16, 32):
+                index.index_scores(NUM, *on(make_scores(1, C, heads, 9, width), "meta"))
+    cache = tmp_path_factory.mktemp("kernels")
+    made = build.build(build.kernels(found), platform, cache)
+    assert {b.status for b in made} == {"built"}, [b.detail for b in made]
+    families.folder = cache / platform
+
+
+def on(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if isinstance(value, ExpertBank):
+            return ExpertBank(*(moved(w) for w in (value.w1, value.w3, value.w2)))
+        return (
+            Weight(value.data.to(device), value.kind, value.scale.to(device), True) if hasattr(value, "kind") else value
+        )
+
+    return tuple(moved(a) for a in arguments)
+
+
+def fp4(*shape: int, scales: tuple[int, int] = (115, 125)) -> Weight:
+    *stack, outs, inner = shape
+    scale = torch.randint(*scales, (*stack, outs, inner // 32), dtype=torch.uint8)
+    return Weight(torch.randint(0, 256, (*stack, outs, inner // 2), dtype=torch.uint8), "fp4", scale, True)
+
+
+def make_experts(counts: tuple[int, ...], H: int, width: int) -> tuple[Any, ...]:
+    torch.manual_seed(sum(counts))
+    M, S = sum(counts), len(counts)
+    bank = ExpertBank(fp4(S, width, H), fp4(S, width, H), fp4(S, H, width))
+    return torch.randn(M, H).bfloat16(), torch.tensor(counts), bank, torch.rand(M), 2.0
+
+
+def make_scores(B: int, C: int, heads: int, n: int, width: int) -> tuple[Any, ...]:
+    torch.manual_seed(B + C + n)
+    q, w = torch.randn(B, C, heads, width).bfloat16(), torch.randn(B, C, heads).bfloat16()
+    return q, w, torch.randn(B, n, width).bfloat16(), torch.randint(0, n + 1, (B, C))
+
+
+def poisoned(call: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """The result of a call whose outputs held NaN before it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return call(NUM, *arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check(op: str, got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())
+    a, b = (torch.where(x.isfinite(), x.double(), 0) for x in (got, expected))
+    assert (a - b).norm() <= OPS[op].tolerance.relative * b.norm()
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(("H", "width"), WIDTHS)
+def test_experts_agree_with_the_reference(H: int, width: int, counts: tuple[int, ...]):
+    arguments = on(make_experts(counts, H, width), "cuda")
+    expected = reference_moe.moe_experts(NUM, *arguments)
+    for form in (experts.moe_experts, experts.moe_experts_invariant):
+        check("moe_experts", poisoned(form, *arguments), expected)
+
+
+def test_every_code_times_every_scale_is_exact():
+    """One-hot rows read single weights: all codes under all scales but those of zero and NaN, from each nibble."""
+    counts = torch.tensor([160, 0, 0])
+    for scale in range(1, 255, 11):
+        values = torch.arange(192 * 160, dtype=torch.int64).mul(7).remainder(256).to(torch.uint8).view(192, 160)
+        w2 = Weight(
+            torch.zeros(3, 320, 96, dtype=torch.uint8), "fp4", torch.full((3, 320, 6), scale, dtype=torch.uint8), True
+        )
+        w2.data[0].copy_(values.flatten()[: 320 * 96].view(320, 96))
+        a = torch.zeros(160, 192).bfloat16()
+        a[torch.arange(160), torch.arange(160)] = 2.0 ** (20 if scale < 127 else -20)
+        y = torch.full((160, 320), float("nan"), dtype=torch.bfloat16, device="cuda")
+        tile = experts.tiles(160, 3)[1]
+        held = on((counts, w2), "cuda")
+        codes, scales = experts._bytes(held[1])
+        sizes = experts._sizes(320, 192, tile, experts.platform() == "sm100")
+        name = "experts.down_blackwell" if experts.platform() == "sm100" else "experts.down"
+        launch.launch(name, sizes, a.cuda(), held[0], codes, scales, y, experts._most_tiles(160, 3, tile.BT))
+        expected = (a.double() @ w2.dense[0].double().mT).bfloat16()
+        assert torch.equal(y.cpu(), expected), scale
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf")])
+@pytest.mark.parametrize("counts", [COUNTS[0], COUNTS[2], COUNTS[3]])
+def test_a_fault_stays_in_its_row(counts: tuple[int, ...], fault: float):
+    x, *rest = make_experts(counts, 320, 192)
+    whole = experts.moe_experts(NUM, *on((x, *rest), "cuda"))
+    x[4, 7] = fault
+    arguments = on((x, *rest), "cuda")
+    got = experts.moe_experts(NUM, *arguments)
+    assert torch.equal(got[4].isnan(), reference_moe.moe_experts(NUM, *arguments)[4].isnan())
+    others = [i for i in range(len(x)) if i != 4]
+    assert torch.equal(got[others], whole[others])
+
+
+def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot():
+    x, _, bank, weight, limit = on(make_experts((700,) + (0,) * 6, 320, 192), "cuda")
+    whole = experts.moe_experts_invariant(NUM, x, torch.tensor([700] + [0] * 6).cuda(), bank, weight, limit)
+    for start, stop in ((0, 1), (100, 103), (60, 300)):
+        counts = torch.tensor([stop - start] + [0] * 6).cuda()
+        got = experts.moe_experts_invariant(NUM, x[start:stop], counts, bank, weight[start:stop], limit)
+        assert torch.equal(got, whole[start:stop])
+
+
+@pytest.mark.parametrize("C", [1, 2, 3, 8, 33])
+@pytest.mark.parametrize(("heads", "width"), HEADS)
+def test_scores_agree_with_the_reference(heads: int, width: int, C: int):
+    for B, n in ((1, 1), (3, 130), (2, 5000)):
+        arguments = on(make_scores(B, C, heads, n, width), "cuda")
+        check("index_scores", poisoned(index.index_scores, *arguments), reference_index.index_scores(NUM, *arguments))
+
+
+@pytest.mark.parametrize(("heads", "width"), HEADS)
+def test_a_score_has_the_same_bits_with_any_other_queries(heads: int, width: int):
+    q, w, keys, visible = on(make_scores(2, 40, heads, 700, width), "cuda")
+    whole = index.index_scores(NUM, q, w, keys, visible)
+    for start, stop in ((0, 1), (5, 7), (3, 6), (10, 27), (0, 39)):
+        part = slice(start, stop)
+        got = index.index_scores(NUM, q[:, part], w[:, part], keys, visible[:, part])
+        assert torch.equal(got, whole[:, part]), f"queries {start}..{stop}"
+    assert torch.equal(index.index_scores(NUM, q[1:], w[1:], keys[1:], visible[1:]), whole[1:])
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+def test_a_fault_in_a_key_or_query_reaches_its_scores_alone(fault: float):
+    q, w, keys, visible = make_scores(1, 9, 32, 300, 128)
+    visible[:] = 250
+    keys[0, 17, 3] = keys[0, 260, 3] = fault
+    q[0, 5, 2, 0] = fault
+    arguments = on((q, w, keys, visible), "cuda")
+    check("index_scores", index.index_scores(NUM, *arguments), reference_index.index_scores(NUM, *arguments))
+
+
+def test_calls_in_a_graph_follow_their_new_inputs():
+    x, counts, bank, weight, limit = on(make_experts(COUNTS[2], 320, 192), "cuda")
+    experts.moe_experts(NUM, x, counts, bank, weight, limit)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = experts.moe_experts(NUM, x, counts, bank, weight, limit)
+    x.normal_()
+    counts.copy_(counts.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    check("moe_experts", got, reference_moe.moe_experts(NUM, x, counts, bank, weight, limit))
+
+
+def test_wrong_shapes_and_types_are_refused():
+    x, counts, bank, weight, limit = on(make_experts((5, 0), 320, 192), "cuda")
+    with pytest.raises(ValueError, match="5 rows for 2 slots"):
+        experts.moe_experts(NUM, x, counts[:1], bank, weight, limit)
+    with pytest.raises(TypeError, match="rows are bfloat16"):
+        experts.moe_experts(NUM, x.float(), counts, bank, weight, limit)
+    with pytest.raises(ValueError, match="rows of width 256"):
+        experts.moe_experts(NUM, x[:, :256], counts, bank, weight, limit)
+    q, w, keys, visible = on(make_scores(1, 2, 32, 9, 128), "cuda")
+    with pytest.raises(ValueError, match="weights, keys and visible"):
+        index.index_scores(NUM, q, w[:, :1], keys, visible)
+    with pytest.raises(TypeError, match="bfloat16"):
+        index.index_scores(NUM, q.float(), w, keys, visible)
