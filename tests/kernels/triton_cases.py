@@ -85,6 +85,10 @@ def fp4(*shape: int) -> Weight:
     return Weight(in_halves(data), "fp4", scale, True)
 
 
+#: of a case at the sizes of V4.1-Flash
+big = pytest.mark.skipif(launch.INTERPRETED, reason="V4.1-Flash's shapes take a device")
+
+
 def rows_of(T: int, width: int) -> Tensor:
     """Random rows, of magnitudes from 2^-40 to 2^20, the first one zero and the last one with equal values."""
     x = bf(T, width) * torch.exp2(torch.randint(-40, 20, (T, 1)).float()).bfloat16()
@@ -447,3 +451,82 @@ def test_engines_with_different_kernel_caches_read_each_their_own(tmp_path, monk
     for ops, name in ((one, "one"), (other, "other"), (one, "one")):
         ops.rms_norm(x, w, 1e-6)
         assert launch.folder == str(tmp_path / name / "sm90" / "triton")
+
+
+def make_big(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments at the sizes of V4.1-Flash."""
+    torch.manual_seed(T)
+    H, N, D, E, K = 5120, 64, 512, 384, 6
+    if name == "mhc_mixes":
+        weights = torch.randn(24, 4 * H) * 0.02, torch.randn(24), torch.rand(3)
+        return (bf(T, 4, H), *weights), dict(rms_eps=1e-6, hc_eps=1e-6, iters=20)
+    if name == "mhc_collapse":
+        return (bf(T, 4, H), torch.rand(T, 4)), {}
+    if name == "mhc_expand":
+        return (bf(T, 4, H), bf(T, H), torch.rand(T, 4), torch.rand(T, 4, 4)), {}
+    if name == "gate_topk":
+        choice = dict(k=K, normalise=True, scale=1.5, temperature=1.0)
+        return (bf(T, H), torch.randn(E, H) * 0.02, torch.rand(E)), choice
+    if name == "moe_combine":
+        return (bf(T * K, H), torch.randperm(T * K), bf(T, H), K), {}
+    if name == "index_scores":
+        return (bf(T, 3, 32, 128), bf(T, 3, 32), bf(T, 1000, 128), torch.randint(0, 1001, (T, 3))), {}
+    if name == "rms_norm":
+        return (rows_of(T, H), torch.rand(H).bfloat16(), 1e-20), {}
+    if name == "rope":
+        angle = torch.rand(T, 32) * 100
+        return (bf(T, N, D), angle.cos(), angle.sin()), {}
+    if name == "quantise_index_query":
+        return (bf(T, 32, 128),), {}
+    raise AssertionError(f"no inputs for {name}")
+
+
+BIG = ["mhc_mixes", "mhc_collapse", "mhc_expand", "gate_topk", "moe_combine", "index_scores", "rms_norm", "rope"]
+
+
+@big
+@pytest.mark.parametrize("T", [7, 64, 300])  # fewer rows: sums of the reference itself are off by the tolerance
+@pytest.mark.parametrize("name", [*BIG, "quantise_index_query"])
+def test_agrees_with_the_reference_at_the_shapes_of_flash(name: str, T: int):
+    args, kwargs = make_big(name, T)
+    check(name, run(TRITON, name, args, kwargs), getattr(REFERENCE, name)(*args, **kwargs))
+
+
+@big
+@pytest.mark.parametrize("kind", ["window", "global", "index"])
+def test_records_of_flash_have_the_bytes_of_the_reference(kind: str):
+    torch.manual_seed(7)
+    x = rows_of(300, 128 if kind == "index" else 512)
+    x[7, 5], x[8, 100], x[9, 40:50] = float("nan"), float("inf"), float("-inf")
+    stored, expected = run(TRITON, "pack_rows", (x, kind), {}), REFERENCE.pack_rows(x, kind)
+    assert torch.equal(stored.cpu(), expected)
+    values = run(TRITON, "unpack_rows", (expected, kind), {}).cpu()
+    again = REFERENCE.unpack_rows(expected, kind)
+    assert torch.equal(values.isnan(), again.isnan()) and bool(values[7].isnan().any())
+    assert torch.equal(values.nan_to_num(0.0), again.nan_to_num(0.0))
+
+
+@big
+@pytest.mark.parametrize("name", ["mhc_mixes", "index_scores"])
+def test_a_row_of_flash_has_the_same_bits_alone_and_in_any_batch(name: str):
+    args, kwargs = make_big(name, 300)
+    args = on_device(args)
+    whole = outputs(getattr(INVARIANT, name)(*args, **kwargs))
+    for start, stop in ((0, 1), (5, 6), (290, 300), (100, 164), (64, 129), (0, 299)):
+        part = [a[start:stop] if a.shape[:1] == (300,) else a for a in args]
+        for a, b in zip(outputs(getattr(INVARIANT, name)(*part, **kwargs)), whole, strict=True):
+            assert torch.equal(a, b[start:stop]), f"rows {start}..{stop}"
+
+
+@big
+@pytest.mark.parametrize("heads", [3, 4, 32, 64])
+def test_a_score_has_the_same_bits_with_any_number_of_queries(heads: int):
+    torch.manual_seed(heads)
+    q, w, keys = bf(2, 40, heads, 128), bf(2, 40, heads), bf(2, 1000, 128)
+    visible = torch.randint(0, 1001, (2, 40))
+    q, w, keys, visible = on_device((q, w, keys, visible))
+    whole = INVARIANT.index_scores(q, w, keys, visible)
+    for start, stop in ((0, 1), (7, 9), (3, 6), (10, 15), (11, 20), (0, 39)):
+        part = (t[:, start:stop].contiguous() for t in (q, w))
+        got = INVARIANT.index_scores(*part, keys, visible[:, start:stop].contiguous())
+        assert torch.equal(got, whole[:, start:stop]), f"queries {start}..{stop}"

@@ -1,4 +1,8 @@
-"""Lightning indexer: scores."""
+"""Lightning indexer: scores.
+
+The keys are the left operand, the queries with all their heads the right one: the heads of a score lie in the
+registers of four neighbouring threads, which add them up in the same order whatever the number of queries.
+"""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
@@ -12,33 +16,46 @@ from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.triton.formats import dot
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 
+#: columns of a product (queries times heads) → entries of a product and of a program, warps, stages. What is read
+#: of the queries and weights stays in registers and shared memory while a program goes through its entries.
+TILES = {32: (128, 256, 4, 2), 64: (128, 1024, 4, 3), 128: (64, 1024, 4, 3), 256: (64, 2048, 8, 2)}
+
 
 @triton.jit(do_not_specialize=["C", "n"])
 def _scores(
     Q, WEIGHT, KEYS, VISIBLE, OUT, C, n, N: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Σ_h w_h · relu(q_h · key_j) of ``BC`` queries with all their heads and ``BE`` entries of one row."""
+    """Σ_h w_h · relu(key_j · q_h) of ``BC`` queries with all their heads and ``EACH`` entries of one row."""
     row = tl.program_id(2).to(tl.int64)
-    j = tl.program_id(0) * BE + tl.arange(0, BE)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    first = tl.program_id(1) * EACH
+    last = tl.minimum(first + EACH, n)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
     visible = tl.load(VISIBLE + row * C + c, mask=c < C, other=0)
-    seen = j[None, :] < visible[:, None]
-    score = tl.full((BC, BE), 0.0, tl.float32)
-    if tl.program_id(0) * BE < tl.max(visible, 0):
-        d = tl.arange(0, BD)[None, :]
-        keys = tl.load(KEYS + (row * n + j)[:, None] * D + d, mask=(j < n)[:, None] & (d < D), other=0.0)
-        m = tl.arange(0, BC * HEADS)
-        mc = tl.program_id(1) * BC + m // HEADS
-        real = (mc < C) & (m % HEADS < N)
-        at = (row * C + mc) * N + m % HEADS
-        q = tl.load(Q + at[:, None] * D + d, mask=real[:, None] & (d < D), other=0.0)
-        w = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
-        product = dot(q, tl.trans(keys), tl.zeros((BC * HEADS, BE), tl.float32))
-        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        score = tl.sum((product * w[:, None]).reshape(BC, HEADS, BE), 1)
-    score = tl.where(seen, score, float("-inf"))
-    tl.store(OUT + (row * C + c)[:, None] * n + j[None, :], score, mask=(c < C)[:, None] & (j < n)[None, :])
+    d = tl.arange(0, BD)
+    m = tl.arange(0, BC * HEADS)
+    mc = tl.program_id(0) * BC + m // HEADS
+    real = (mc < C) & (m % HEADS < N)
+    at = (row * C + mc) * N + m % HEADS
+    q = tl.load(Q + at[None, :] * D + d[:, None], mask=real[None, :] & (d < D)[:, None], other=0.0)
+    w = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
+    out = OUT + (row * C + c)[None, :] * n
+    seen = tl.minimum(tl.max(visible, 0), last).to(tl.int32)
+    for j0 in range(first, seen, BE):
+        j = j0 + tl.arange(0, BE)
+        place = KEYS + (row * n + j)[:, None] * D + d[None, :]
+        keys = tl.load(place, mask=(j < n)[:, None] & (d < D)[None, :], other=0.0)
+        product = dot(keys, q, tl.zeros((BE, BC * HEADS), tl.float32))
+        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+        if N != HEADS:  # a key of infinity times a head that is not there is no number
+            product = tl.where(real[None, :], product, 0.0)
+        score = tl.sum(product.reshape(BE, BC, HEADS), 2)
+        score = tl.where(j[:, None] < visible[None, :], score, float("-inf"))
+        tl.store(out + j[:, None], score, mask=(c < C)[None, :] & (j < last)[:, None])
+    for j0 in range(first + tl.cdiv(tl.maximum(seen - first, 0), BE) * BE, last, BE):
+        j = j0 + tl.arange(0, BE)
+        nothing = tl.full((BE, BC), float("-inf"), tl.float32)
+        tl.store(out + j[:, None], nothing, mask=(c < C)[None, :] & (j < last)[:, None])
 
 
 def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
@@ -52,8 +69,10 @@ def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: T
         raise TypeError(f"index queries and keys are bfloat16, got {iq.dtype} and {keys.dtype}")
     scores = empty((B, C, n), dtype=float32, device=iq.device)
     heads = power_of_two(N)
-    # 64 rows of the product whatever the number of queries, so that a score does not depend on it
-    sizes = dict(N=N, D=D, HEADS=heads, BD=max(16, power_of_two(D)), BC=max(1, 64 // heads), BE=128)
-    grid = (blocks(n, 128), blocks(C, sizes["BC"]), B)
-    launch(_scores, grid, iq, iw, keys, visible, scores, C, n, warps=4, **sizes)
+    few, many = max(1, 16 // heads), max(1, 256 // heads)
+    queries = min(max(few, power_of_two(C)), many)
+    entries, each, warps, stages = TILES[min(max(32, queries * heads), 256)]
+    sizes = dict(N=N, D=D, HEADS=heads, BD=max(16, power_of_two(D)), BC=queries, BE=entries, EACH=each)
+    grid = (blocks(C, queries), blocks(n, each), B)
+    launch(_scores, grid, iq, iw, keys, visible, scores, C, n, warps=warps, stages=stages, **sizes)
     return scores

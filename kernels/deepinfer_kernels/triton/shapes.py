@@ -118,9 +118,9 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield "load_rows", (_bytes(9, size), _i64(T, 4), kind), {}
         yield "store_rows", (_bytes(9, size), _i64(T), _bytes(T, size)), {}
     yield "store_rows", (_f32(9, 2, s.D), _i64(T), _f32(T, 2, s.D)), {}
-    visible = _i64(T, 1)
-    keys = _empty(T, 9, s.Di)
-    yield "index_scores", (_empty(T, 1, s.index_heads, s.Di), _empty(T, 1, s.index_heads), keys, visible), {}
+    for queries in (1, 2, 4, 8, 16, 32, 64, 128, 256):  # of a row: they are taken in groups of powers of two
+        iq, iw = _empty(T, queries, s.index_heads, s.Di), _empty(T, queries, s.index_heads)
+        yield "index_scores", (iq, iw, _empty(T, 9, s.Di), _i64(T, queries)), {}
     M, wide = s.C * (s.C + 2), s.C * s.H
     eps = dict(rms_eps=1e-6, hc_eps=1e-6, iters=s.sinkhorn)
     yield "mhc_mixes", (_empty(T, s.C, s.H), _f32(M, wide), _f32(M), _f32(3)), eps
