@@ -32,7 +32,8 @@ class Target(StrEnum):
 
 def command(
     target: Annotated[
-        Target | None, typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100).")
+        Target | None,
+        typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100), Ascend 950."),
     ] = None,
     ops: Annotated[
         str | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the kernels of these operations.")
@@ -72,6 +73,9 @@ def command(
     profile, by Triton and by TileLang where that is installed; no GPU is needed. Engines use what is there when they
     start.
 
+    For Ascend 950, operations that have a form are lowered to AscendC source, and to binaries where CANN's compiler is;
+    what is known of each stands in its row.
+
     A vendor library is fetched at the commit that its adapters know, or taken from a source tree, and built into the
     cache; with --dry-run its needs and commands are listed. An operation is given to it by kernels.overrides.
 
@@ -81,6 +85,7 @@ def command(
       deepinfer build-kernels --target cpu --ops moe_experts,rms_norm --dry-run
       deepinfer build-kernels --target sm90 --profile h200x1-nano
       deepinfer build-kernels --target sm100 --model deepseek-v4.1-flash --profile decode-ep64 --format json
+      deepinfer build-kernels --target ascend950 --model deepseek-v4.1-flash --profile decode-ep64-ascend950
       deepinfer build-kernels --vendor deep_gemm --target sm90 --dry-run
     """
     from deepinfer_engine.config.profile import load_profile
@@ -99,14 +104,11 @@ def command(
         raise UsageError("--source is the tree of a vendor library, and none is named", hint="add --vendor NAME")
     if target is None:
         raise UsageError("neither --target nor --vendor is given", hint=f"--target is one of {', '.join(Target)}")
-    if target is Target.ascend950:
-        raise NotReadyError(
-            f"no kernels for {target} in this version: {', '.join(t for t in Target if t is not target)} can be built",
-            hint="deepinfer doctor lists what computes each operation on a machine",
-        )
     try:
         if target is Target.cpu:
             tools, rows = _for_cpu(ops, cache, dry_run)
+        elif target is Target.ascend950:
+            tools, rows = _for_ascend(ops, model, chosen, cache, dry_run)
         else:
             tools, rows = _for_gpu(str(target), ops, model, chosen, cache, dry_run)
     except cpp.CompilerError as exc:
@@ -122,6 +124,13 @@ def command(
         raise ArtefactError(
             f"{len(failed)} of {len(rows)} kernels were not built, first of {failed[0][0]}: {failed[0][5]}",
             hint=f"compiled with {tools}; g++ 12 or newer, triton 3.6 to 3.8 and nvcc 13.0 are known to work",
+        )
+    sources = len({row[4] for row in rows if row[2] == "source-only"})
+    if sources and not dry_run:
+        from deepinfer_kernels.ascend.families import BISHENG
+
+        raise NotReadyError(
+            f"{sources} programs are AscendC source and none is a binary: bisheng is not on the path", hint=BISHENG
         )
 
 
@@ -177,6 +186,29 @@ def _for_gpu(
     more = programs.kernels((op, call) for op, call in calls if op in also)
     made = (programs.plan if dry_run else programs.build)(more, platform, cache)
     return f"{tools}; {programs.toolchain()}", rows + [_row(b.op, "tilelang", b) for b in made]
+
+
+def _for_ascend(ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool) -> tuple[str, list[Row]]:
+    """(toolchain, rows) of the AscendC sources for a model's shapes, then of the operations that have none."""
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_engine.sim.models import find_model
+    from deepinfer_kernels.ascend import build, families
+
+    wanted = _named(ops, list(families.OPERATIONS))
+    _need("tilelang", "ascend950", families.tilelang.unusable())
+    needed = {name for op in wanted for name in families.OPERATIONS[op]}
+    found = families.programs(kernel_shapes(find_model(model).config, profile))
+    programs = [program for program in found if program.name in needed]
+    made = (build.plan if dry_run else build.build)(programs, cache)
+    rows: list[Row] = [
+        (op, "ascend", b.status, round(b.seconds, 2), None if b.path is None else str(b.path), b.detail)
+        for b in made
+        for op in b.ops
+        if op in wanted
+    ]
+    if ops is None:
+        rows += [(op, "reference", "skipped", 0.0, None, families.NO_FORM) for op in families.without_form()]
+    return build.toolchain(), rows
 
 
 def _need(tool: str, platform: str, reason: str | None) -> None:

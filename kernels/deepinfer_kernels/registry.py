@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_kernels import invariant, parts
+from deepinfer_kernels.ascend import families as ascend
 from deepinfer_kernels.cpp import default_cache
 from deepinfer_kernels.cpu.families import FAMILIES as COMPILED
 from deepinfer_kernels.ops import OPS
@@ -83,6 +84,11 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
     for name, fn in invariant.OPERATIONS.items():  # last: slower, so taken only where invariance is asked for
         numerics = frozenset({"float", "fast"})
         table[name].append(Implementation(name, "tiled", _EVERYWHERE, numerics, fn, batch_invariant=True))
+    for name in ascend.OPERATIONS:  # listed, and refused with what is known
+        reference = getattr(_FAMILIES[OPS[name].family], name)
+        fn, missing = ascend.operation(name, reference), functools.partial(ascend.missing, name)
+        platforms, numerics = frozenset({"ascend950"}), frozenset({"fast"})
+        table[name].append(Implementation(name, "ascend", platforms, numerics, fn, missing, auto=False))
     for adapter in vendor.ADAPTERS:  # by name only
         table[adapter.op].append(_vendor(adapter))
     return {name: tuple(rows) for name, rows in table.items()}

@@ -49,6 +49,7 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("kernels", "package names", partial(vendor.check_names, system)),
         Check("kernels", "vendor libraries", on_platform(partial(vendor.check_capabilities, system, profile))),
         Check("kernels", "operations", on_platform(partial(implementations.check_implementations, profile))),
+        Check("kernels", "Ascend kernels", on_platform(partial(implementations.check_ascend, profile))),
         Check("kernels", "step loop", on_platform(partial(implementations.check_step_loop, profile))),
         Check("kernels", "compiled kernels", on_platform(partial(implementations.check_compiled, profile))),
         Check("kernels", "kernel cache", partial(implementations.check_cache, system, profile)),

@@ -73,6 +73,26 @@ def _backends(op: str, platform: str) -> set[str]:
     return {i.backend for i in IMPLEMENTATIONS[op] if platform in i.platforms}
 
 
+def check_ascend(profile: Profile | None, platform: str) -> Sequence[Finding]:
+    """What is known of the operations on Ascend 950, where the machine or the profile is one."""
+    from deepinfer_kernels.ascend import families
+
+    if "ascend950" not in (platform, profile.hardware.platform if profile is not None else None):
+        return []
+    by_label: dict[str, list[str]] = defaultdict(list)
+    for op, names in families.OPERATIONS.items():
+        emulated = all(name.partition(".")[0] in families.EMULATED for name in names)
+        by_label[families.EMULATED_LABEL if emulated else families.LABEL].append(op)
+    by_label[families.NO_FORM] = families.without_form()
+    lines = [f"{label}: {', '.join(ops)}" for label, ops in by_label.items()]
+    count = len(families.OPERATIONS)
+    found = (
+        f"{count} operations have AscendC sources, {len(by_label[families.NO_FORM])} have none; no step runs on an NPU"
+    )
+    fix = "deepinfer build-kernels --target ascend950 writes the sources; steps run on sm90, sm100 and cpu"
+    return [warned("Ascend kernels", found, fix, lines)]
+
+
 def check_step_loop(profile: Profile | None, platform: str) -> Sequence[Finding]:
     """Whether the next step is planned while one runs, as the profile asks and this machine can."""
     if profile is None:

@@ -1,0 +1,143 @@
+// What an AscendC source of TileLang calls on a vector core, in plain C++: one core after the other, threads of a SIMT
+// region in turn (they only meet in barriers that separate regions), 64 lanes of f32 per register. Written from the
+// names and the documentation of the intrinsics; it stands for the device in tests of the arithmetic.
+#pragma once
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __gm__
+#define __ubuf__
+#define __global__
+#define __vector__
+#define __simt_vf__
+#define __simd_vf__
+#define __launch_bounds__(n)
+using std::max;
+using std::min;
+
+struct bfloat16_t {
+  uint16_t bits;
+  bfloat16_t() = default;
+  explicit bfloat16_t(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, 4);
+    bits = x != x ? 0x7FC0 : uint16_t((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
+  }
+  operator float() const {
+    uint32_t b = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &b, 4);
+    return x;
+  }
+};
+
+namespace tl {
+struct float_e4m3_t {  // S EEEE MMM, bias 7, no infinity, 0x7F is NaN
+  uint8_t byte;
+  explicit float_e4m3_t(float x) {
+    if (x != x) { byte = 0x7F; return; }
+    const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+    const float mag = std::fabs(x);
+    if (mag >= 464.0f) { byte = sign | 0x7F; return; }  // beyond the largest and its rounding
+    int e = mag == 0 ? -6 : std::max(-6, std::ilogb(mag));
+    const float steps = std::nearbyint(std::ldexp(mag, 3 - e));  // to nearest, ties to even
+    byte = uint8_t(sign | (int(steps) + (e + 6) * 8));  // 16 steps carry into the exponent by themselves
+  }
+  operator float() const {
+    const int e = (byte >> 3) & 15, m = byte & 7;
+    if ((byte & 0x7F) == 0x7F) return NAN;
+    const float mag = e == 0 ? std::ldexp(float(m), -9) : std::ldexp(float(8 + m), e - 10);
+    return byte & 0x80 ? -mag : mag;
+  }
+};
+}  // namespace tl
+
+// ------------------------------------------------------------------ the core
+enum event_t : int {};
+enum asc_load_l2_cache_mode : int {};
+enum asc_store_l2_cache_mode : int {};
+enum { PIPE_S, PIPE_V, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
+static int64_t block_idx;
+alignas(512) static uint8_t ub_memory[256 * 1024];
+static struct { uint32_t x, y, z; } threadIdx;
+namespace cce { struct dim3 { uint32_t x, y, z; dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : x(x), y(y), z(z) {} }; }
+
+inline void asc_init() {}
+inline void asc_sync_notify(int, int, event_t) {}
+inline void asc_sync_wait(int, int, event_t) {}
+inline void asc_syncthreads() {}  // threads of these programs keep to their own values between two regions
+
+inline void asc_copy_gm2ub_align(uint8_t* to, const uint8_t* from, int bursts, int bytes, int, int, int,
+                                 asc_load_l2_cache_mode, int64_t from_stride, int64_t to_stride) {
+  for (int i = 0; i < bursts; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, bytes);
+}
+inline void asc_copy_ub2gm_align(uint8_t* to, const uint8_t* from, int bursts, int bytes, asc_store_l2_cache_mode,
+                                 int64_t to_stride, int64_t from_stride) {
+  for (int i = 0; i < bursts; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, bytes);
+}
+template <auto Region, class... A> void asc_vf_call(cce::dim3 threads, A... args) {
+  for (threadIdx.z = 0; threadIdx.z < threads.z; ++threadIdx.z)
+    for (threadIdx.y = 0; threadIdx.y < threads.y; ++threadIdx.y)
+      for (threadIdx.x = 0; threadIdx.x < threads.x; ++threadIdx.x) Region(args...);
+}
+
+// ----------------------------------------------------------------- registers
+constexpr int LANES = 64;
+struct vector_f32 { float lane[LANES]; };
+struct vector_bf16 { bfloat16_t lane[2 * LANES]; };  // 128 lanes; parts are the even and the odd ones
+struct vector_bool { int active; };                  // lanes below are active
+enum { PAT_ALL, MODE_ZEROING, PART_EVEN, PART_ODD, ROUND_R, RS_ENABLE, POS_LOWEST };
+inline vector_bool asc_create_mask_b32(int) { return {LANES}; }
+inline vector_bool asc_create_mask_b16(int) { return {2 * LANES}; }
+
+namespace simd_inst {
+inline vector_bool update_mask_b32(uint32_t n) { return {int(std::min<uint32_t>(n, LANES))}; }
+template <class F> vector_f32 each(vector_bool mask, F f) {
+  vector_f32 out;
+  for (int i = 0; i < LANES; ++i) out.lane[i] = i < mask.active ? f(i) : 0.0f;
+  return out;
+}
+template <class T> vector_f32 vdup(T x, vector_bool m, int) { return each(m, [&](int) { return x; }); }
+inline vector_f32 vdupv(vector_f32 a, vector_bool m, int, int) { return each(m, [&](int) { return a.lane[0]; }); }
+inline vector_f32 vadd(vector_f32 a, vector_f32 b, vector_bool m, int) { return each(m, [&](int i) { return a.lane[i] + b.lane[i]; }); }
+inline vector_f32 vsub(vector_f32 a, vector_f32 b, vector_bool m, int) { return each(m, [&](int i) { return a.lane[i] - b.lane[i]; }); }
+inline vector_f32 vmul(vector_f32 a, vector_f32 b, vector_bool m, int) { return each(m, [&](int i) { return a.lane[i] * b.lane[i]; }); }
+inline vector_f32 vmin(vector_f32 a, vector_f32 b, vector_bool m, int) { return each(m, [&](int i) { return std::min(a.lane[i], b.lane[i]); }); }
+inline vector_f32 vmax(vector_f32 a, vector_f32 b, vector_bool m, int) { return each(m, [&](int i) { return std::max(a.lane[i], b.lane[i]); }); }
+inline void vmula(vector_f32* a, vector_f32 b, vector_f32 c, vector_bool m, int) {
+  for (int i = 0; i < m.active && i < LANES; ++i) a->lane[i] = std::fma(b.lane[i], c.lane[i], a->lane[i]);
+}
+inline vector_f32 vadds(vector_f32 a, float s, vector_bool m, int) { return each(m, [&](int i) { return a.lane[i] + s; }); }
+inline vector_f32 vmuls(vector_f32 a, float s, vector_bool m, int) { return each(m, [&](int i) { return a.lane[i] * s; }); }
+inline vector_f32 vmins(vector_f32 a, float s, vector_bool m, int) { return each(m, [&](int i) { return std::min(a.lane[i], s); }); }
+inline vector_f32 vmaxs(vector_f32 a, float s, vector_bool m, int) { return each(m, [&](int i) { return std::max(a.lane[i], s); }); }
+inline vector_f32 vneg(vector_f32 a, vector_bool m, int) { return each(m, [&](int i) { return -a.lane[i]; }); }
+inline vector_f32 vexp(vector_f32 a, vector_bool m, int) { return each(m, [&](int i) { return std::exp(a.lane[i]); }); }
+inline vector_f32 vsqrt(vector_f32 a, vector_bool m, int) { return each(m, [&](int i) { return std::sqrt(a.lane[i]); }); }
+inline vector_f32 vdiv_0ulp_ftz_true(vector_f32 a, vector_f32 b, vector_bool m, int) { return each(m, [&](int i) { return a.lane[i] / b.lane[i]; }); }
+inline vector_f32 vcadd(vector_f32 a, vector_bool m, int) {  // the sum, in lane 0
+  vector_f32 out = each({0}, [](int) { return 0.0f; });
+  for (int i = 0; i < std::min(m.active, LANES); ++i) out.lane[0] += a.lane[i];
+  return out;
+}
+template <class T> vector_f32 vlds_brc_elem(const T* at, int offset) { return each({LANES}, [&](int) { return at[offset]; }); }
+template <class T> vector_bf16 vlds_unpack(const T* at, int offset) {  // 64 values, one in every other lane
+  vector_bf16 out{};
+  for (int i = 0; i < LANES; ++i) out.lane[2 * i] = at[offset + i];
+  return out;
+}
+template <class T> vector_f32 vcvt(vector_bf16 a, vector_bool, int part, int) {
+  return each({LANES}, [&](int i) { return float(a.lane[2 * i + (part == PART_ODD)]); });
+}
+template <class T> vector_bf16 vcvt(vector_f32 a, vector_bool, int, int, int part, int) {
+  vector_bf16 out{};
+  for (int i = 0; i < LANES; ++i) out.lane[2 * i + (part == PART_ODD)] = bfloat16_t(a.lane[i]);
+  return out;
+}
+template <class T> void vsts_pack_b32(vector_bf16 a, T* at, int offset, vector_bool) {  // every other lane, dense
+  for (int i = 0; i < LANES; ++i) at[offset + i] = a.lane[2 * i];
+}
+}  // namespace simd_inst

@@ -1,0 +1,287 @@
+"""Programs for Ascend 950: they lower without the device, and their vector code computes what the reference does.
+
+``ascend/emulated.h`` stands for the intrinsics: the source that TileLang writes is compiled for the CPU with it, run
+core by core, and compared with the reference. Needs tilelang and a C++ compiler; what the hardware does is unverified.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_cli import main as cli
+from deepinfer_kernels.ascend import build, families
+from deepinfer_kernels.ascend.families import Program
+from deepinfer_kernels.ops import OPS
+from deepinfer_kernels.reference import cache, engram, hyper, moe, norm
+from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
+
+FAST = NUMERICS["fast"]
+EMULATION = Path(__file__).parent / "ascend" / "emulated.h"
+CORES = 56
+_SCALARS = {"float": ctypes.c_float, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}
+
+needs_tilelang = pytest.mark.skipif(
+    families.tilelang.unusable() is not None, reason=families.tilelang.unusable() or "tilelang is there"
+)
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX") or "g++") is None, reason="no C++ compiler on the path"
+)
+
+
+def program(name: str, **sizes: Any) -> Program:
+    return Program(("any",), name, tuple(sizes.items()))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Lowers a program, compiles it with the emulation and runs every core of it on tensors given by name."""
+    folder = tmp_path_factory.mktemp("ascend")
+
+    def compiled(source: str) -> ctypes.CDLL:
+        body = re.sub(r"#include <tl_templates[^>]*>\n", "", source).replace("(__ubuf__ uint8_t *)0", "ub_memory")
+        # memory on the core holds NaN before the program runs
+        core = "{ block_idx = core; std::memset(ub_memory, 0xFF, sizeof ub_memory); }"
+        text = f'#include "{EMULATION}"\n{body}\nextern "C" void on_core(int64_t core) {core}\n'
+        stem = folder / hashlib.sha256(text.encode()).hexdigest()[:12]
+        if not stem.with_suffix(".so").exists():
+            stem.with_suffix(".cpp").write_text(text)
+            flags = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w"]
+            command = [os.environ.get("CXX") or "g++", *flags, "-shared", "-fPIC", "-o", f"{stem}.so", f"{stem}.cpp"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[:2000]
+        return ctypes.CDLL(f"{stem}.so")
+
+    def run(name: str, sizes: dict[str, Any], **values: Any) -> None:
+        source = build.lower(program(name, **sizes))
+        header = re.search(r'extern "C" __global__ __vector__ void (\w+)\((.*?)\) \{', source)
+        assert header is not None
+        library, arguments, names = compiled(source), [], set()
+        for parameter in header[2].split(","):
+            kind, _, parameter_name = parameter.strip().rpartition(" ")
+            names.add(parameter_name)
+            value = values[parameter_name]
+            if isinstance(value, Tensor):
+                assert value.is_contiguous() and kind.endswith("*")
+                arguments.append(ctypes.c_void_p(value.data_ptr()))
+            else:
+                arguments.append(_SCALARS[kind](value))
+        assert names == set(values), f"not parameters of {name}: {sorted(set(values) - names)}"
+        for core in range(CORES):
+            library.on_core(ctypes.c_int64(core))
+            getattr(library, header[1])(*arguments)
+
+    return run
+
+
+def bf(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+
+
+def close(got: Tensor, expected: Tensor, relative: float = 1e-4) -> None:
+    assert got.shape == expected.shape and not got.isnan().any()
+    error = float((got.float() - expected.float()).norm() / expected.float().norm())
+    assert error <= relative, f"relative error {error:.2e}"
+
+
+def emulated(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that lowers a program and runs its source."""
+    return needs_tilelang(needs_compiler(test))
+
+
+@emulated
+@pytest.mark.parametrize("width", [160, 32])
+def test_rms_norm(run, width):
+    x, w, y = bf(60, width), bf(width), poison(60, width)
+    x[0] = 0
+    run("rows.rms_norm", {"H": width}, X=x, WEIGHT=w, Y=y, T=60, eps=1e-20)
+    close(y, norm.rms_norm(FAST, x, w, 1e-20))
+    assert not y[0].any()
+
+
+@emulated
+@pytest.mark.parametrize(("heads", "width", "turned"), [(5, 64, 16), (1, 128, 64)])
+def test_rope(run, heads, width, turned):
+    inverse = heads == 5
+    x, angle = bf(7, heads, width), torch.rand(7, turned // 2) * 50
+    y = x.clone()
+    sizes = {"N": heads, "D": width, "DR": turned, "INVERSE": inverse}
+    run("rows.rope", sizes, X=y, COS=angle.cos(), SIN=angle.sin(), T=7)
+    close(y, norm.rope(FAST, x, angle.cos(), angle.sin(), inverse))
+    assert torch.equal(y[..., : width - turned], x[..., : width - turned])
+
+
+@emulated
+def test_swiglu(run):
+    width = 96
+    gate, up, weight, a = bf(60, width) * 6, bf(60, width) * 6, torch.rand(60), poison(60, width)
+    run("rows.swiglu", {"WIDTH": width}, GATE=gate, UP=up, WEIGHT=weight, A=a, M=60, limit=10.0)
+    close(a, moe.swiglu(FAST, gate, up, 10.0, weight))
+
+
+@emulated
+def test_moe_combine(run):
+    y, order, shared, out = bf(33, 160), torch.randperm(33), bf(11, 160), poison(11, 160)
+    run("rows.moe_combine", {"H": 160, "K": 3}, Y=y, ORDER=order, SHARED=shared, OUT=out, T=11, M=33)
+    assert torch.equal(out, moe.moe_combine(FAST, y, order, shared, 3))
+
+
+@emulated
+def test_streams(run):
+    X, pre, y = bf(7, 4, 160), torch.rand(7, 4), poison(7, 160)
+    run("rows.mhc_collapse", {"H": 160, "C": 4}, X=X, PRE=pre, Y=y, T=7)
+    close(y, hyper.mhc_collapse(FAST, X, pre), 1e-3)
+    added, post, comb, out = bf(7, 160), torch.rand(7, 4), torch.rand(7, 4, 4), poison(7, 4, 160)
+    run("rows.mhc_expand", {"H": 160, "C": 4}, X=X, Y=added, POST=post, COMB=comb, OUT=out, T=7)
+    close(out, hyper.mhc_expand(FAST, X, added, post, comb), 1e-3)
+
+
+@emulated
+def test_engram_hash(run):
+    classes, factors = torch.randint(-1, 90000, (200, 4)), torch.randint(1 << 20, 1 << 44, (4,))
+    primes = torch.randint(15_000_000, 16_000_000, (3, 8))
+    offsets, ids = torch.arange(24).view(3, 8) * 16_000_000, poison(200, 24, dtype=torch.int64)
+    given = dict(CLASSES=classes, MULTIPLIERS=factors, PRIMES=primes, OFFSETS=offsets, IDS=ids)
+    run("rows.engram_hash", {"LAGS": 4, "HEADS": 8}, **given, T=200, pad_class=2)
+    assert torch.equal(ids, engram.engram_hash(FAST, classes, 2, factors, primes, offsets))
+
+
+@emulated
+@pytest.mark.parametrize(("experts", "choices", "normalise"), [(64, 6, True), (12, 3, False)])
+def test_gate_topk(run, experts, choices, normalise):
+    logits, bias = torch.randn(70, experts) * 6, torch.rand(experts)
+    logits[1], logits[2] = 0.0, 30.0  # all equal: the bias decides
+    if experts == 12:
+        bias[:] = 0.25  # nothing decides: the lowest ids
+        logits[3] = -18.0  # exp is lost beside 1
+    ids, weights = poison(70, choices, dtype=torch.int64), poison(70, choices, dtype=torch.float32)
+    sizes = {"E": experts, "K": choices, "NORMALISE": normalise}
+    run("rows.gate_topk", sizes, LOGITS=logits, BIAS=bias, IDS=ids, WEIGHTS=weights, T=70, scale=1.5)
+    options: dict[str, Any] = dict(k=choices, normalise=normalise, scale=1.5, temperature=1.0)
+    expected_ids, expected = moe.gate_topk(FAST, logits, torch.eye(experts), bias, **options)
+    assert torch.equal(ids, expected_ids)
+    assert ((weights - expected).abs() <= 2e-6 * expected.abs()).all()
+
+
+def hard_rows(width: int) -> Tensor:
+    """Magnitudes from 2^-40 to 2^20; zeros, equal values, ties of every code, a NaN, an infinity, −0."""
+    x = bf(80, width) * torch.exp2(torch.randint(-40, 20, (80, 1)).float()).bfloat16()
+    x[0], x[1], x[4] = 0, 0.75, -0.0
+    x[2, 3], x[3, 5] = float("nan"), float("inf")
+    halves = torch.tensor(
+        [6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0.5]
+    )
+    x[5] = halves.repeat(width // 16).bfloat16()
+    return x
+
+
+@emulated
+@pytest.mark.parametrize(("kind", "width"), [("window", 96), ("global", 64), ("index", 32)])
+def test_records_are_the_references_bytes_and_read_back(run, kind, width):
+    x, sizes = hard_rows(width), {"D": width, "KIND": kind}
+    expected = cache.pack_rows(FAST, x, kind)
+    records = poison(*expected.shape, dtype=torch.uint8)
+    run("records.pack_rows", sizes, X=x, RECORDS=records, T=80)
+    assert torch.equal(records, expected), f"{int((records != expected).sum())} bytes differ"
+    slots, y = torch.arange(90) % 81 - 1, poison(90, width)
+    y.fill_(3.0)
+    run("records.load_rows", sizes, RECORDS=records, SLOTS=slots, Y=y, T=90, R=80)
+    values = cache.load_rows(FAST, records, slots, kind)
+    assert torch.equal(y.nan_to_num(nan=-7.0), values.nan_to_num(nan=-7.0)) and values.isnan().any()
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("cube.linear", {"OUT": 1280, "IN": 5120}, ("ascend_gemm_l1<", "gm2l1_nd2nz", "asc_copy_l0c2gm", "__cube__")),
+        ("cube.linear", {"OUT": 16, "IN": 160}, ("ascend_gemm_l1<", "__cube__")),
+        ("cube.linear_mx", {"OUT": 1280, "IN": 5120}, ("mx", "__cube__", "e8m0")),
+        ("cube.grouped", {"S": 7, "OUT": 2304, "IN": 5120}, ("ascend_gemm_l1<", "SLOTS[", "__cube__")),
+        ("rows.rms_norm", {"H": 5120}, ("__vector__", "simd_inst::vcadd", "asc_copy_gm2ub_align", "vlds_unpack<")),
+        ("records.pack_rows", {"D": 512, "KIND": "window"}, ("__simt_vf__", "tl::float_e4m3_t", "asc_vf_call<")),
+    ],
+)  # fmt: skip
+def test_programs_lower_to_the_units_they_are_for(name, sizes, said):
+    source = build.lower(program(name, **sizes))
+    assert all(word in source for word in said), [word for word in said if word not in source]
+
+
+@needs_tilelang
+def test_sources_are_written_once_and_a_damaged_one_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "bisheng", lambda: None)
+    wanted = [program("rows.rms_norm", H=64), program("records.pack_rows", D=64, KIND="index")]
+    assert [b.status for b in build.plan(wanted, tmp_path)] == ["missing", "missing"] and not list(tmp_path.iterdir())
+    made = build.build(wanted, tmp_path)
+    assert [(b.status, b.detail) for b in made] == [("source-only", families.EMULATED_LABEL)] * 2
+    assert all(b.path is not None and "__vector__" in b.path.read_text() for b in made)
+    again = build.build(wanted, tmp_path)
+    assert [(b.path, b.seconds) for b in again] == [(b.path, 0.0) for b in made]
+    assert made[0].path is not None
+    made[0].path.write_text("damaged")
+    assert [b.status for b in build.plan(wanted, tmp_path)] == ["missing", "source-only"]
+    assert [p.suffix for p in (tmp_path / "ascend950").iterdir() if p.name.startswith(".")] in ([""], [".lock"], [])
+
+
+@needs_tilelang
+def test_a_program_that_cannot_be_lowered_fails_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "bisheng", lambda: None)
+    made = build.build([program("records.pack_rows", D=64, KIND="absent"), program("rows.rms_norm", H=64)], tmp_path)
+    assert [b.status for b in made] == ["failed", "source-only"] and "absent" in made[0].detail
+
+
+@needs_tilelang
+def test_the_command_lists_sources_and_what_has_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(families, "bisheng", lambda: None)
+    arguments = ["build-kernels", "--target", "ascend950", "--ops", "rms_norm,pack_rows", "--format", "json"]
+    arguments += ["--set", f"kernels.cache_dir={tmp_path}"]
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    dry = json.loads(capsys.readouterr().out)["rows"]
+    assert {r["status"] for r in dry} == {"missing"} and {r["op"] for r in dry} == {"rms_norm", "pack_rows"}
+    assert cli.main(arguments) == 3
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert {(r["backend"], r["status"]) for r in document["rows"]} == {("ascend", "source-only")}
+    assert all(Path(r["file"]).suffix == ".asc" for r in document["rows"]) and len(document["rows"]) == len(dry)
+    assert "none is a binary: bisheng is not on the path" in captured.err and "set_env.sh" in captured.err
+    assert cli.main([*arguments[:3], "--dry-run", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {r["op"] for r in rows} == set(OPS)
+    assert {r["reason"] for r in rows if r["backend"] == "reference"} == {families.NO_FORM}
+
+
+def test_without_tilelang_the_command_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(families.tilelang, "unusable", lambda: "tilelang is not installed: pip install it")
+    assert cli.main(["build-kernels", "--target", "ascend950"]) == 3
+    captured = capsys.readouterr()
+    assert "kernels for ascend950 are compiled by tilelang, and tilelang is not installed" in captured.err
+
+
+def test_the_registry_lists_ascend_and_refuses_with_what_is_known():
+    for op, programs in families.OPERATIONS.items():
+        (row,) = [i for i in IMPLEMENTATIONS[op] if i.backend == "ascend"]
+        assert programs and not row.auto and row.platforms == {"ascend950"}
+        assert families.LABEL in (row.missing(None) or "")
+        assert "no step of this engine runs on an NPU" in (why_not(row, "fast", "ascend950") or "")
+    with pytest.raises(KernelError, match="not on ascend950"):
+        resolve("fast", "ascend950", {"rms_norm": "ascend"})
+    row = next(i for i in IMPLEMENTATIONS["rms_norm"] if i.backend == "ascend")
+    with pytest.raises(RuntimeError, match="rms_norm on ascend950: compiles to AscendC source"):
+        row.fn(FAST, torch.zeros(1, 4), torch.ones(4), 1e-6)
