@@ -1,7 +1,7 @@
 """Times of TileLang's programs beside Triton's kernels, in the cases of ``bench`` that both have.
 
-``PYTHONPATH=.:engine:kernels python -m recipes.kernels.programs --cache DIR --out FILE.json`` compiles the programs into
-a kernel cache, then times as ``bench`` does; "share" is the bound over the time of TileLang's.
+``PYTHONPATH=.:engine:kernels python -m recipes.kernels.programs --cache DIR --out FILE.json`` compiles the programs
+into a kernel cache, then times as ``bench`` does; "share" is the bound over the time of TileLang's.
 """
 
 from __future__ import annotations
