@@ -14,11 +14,11 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -68,16 +68,31 @@ def u8(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
 
 
+def tiled(kind: Literal["fp8", "fp4"], *shape: int) -> Weight:
+    """Random codes but NaN and scales around 2^-8, in the tiles of prepare_weight."""
+    count = shape[0] if len(shape) > 2 else 1
+    made = [_one(kind, *shape[-2:]) for _ in range(count)]
+    if len(shape) == 2:
+        return made[0]
+    data, scale = (torch.stack(parts) for parts in zip(*((w.data, w.scale) for w in made), strict=True))
+    return replace(made[0], data=data, scale=scale)
+
+
+def _one(kind: Literal["fp8", "fp4"], outs: int, inner: int) -> Weight:
+    code = u8(outs, inner if kind == "fp8" else inner // 2)
+    if kind == "fp8":
+        code = torch.where((code & 0x7F) == 0x7F, code & 0xF8, code)
+    rows = -(-outs // 32) if kind == "fp8" else outs
+    scale = torch.randint(117, 121, (rows, inner // 32), device="cuda", dtype=torch.uint8)
+    return linear.prepare_weight(NUM, code, scale, kind)
+
+
 def fp8(*shape: int) -> Weight:
-    """Random E4M3 bytes without NaN, scales around 2^-8."""
-    data = torch.randint(0, 120, shape, device="cuda", dtype=torch.uint8) | (u8(*shape) & 128)
-    tiles = (*shape[:-2], -(-shape[-2] // 32), shape[-1] // 32)
-    return Weight(data, "fp8", torch.randint(117, 121, tiles, device="cuda", dtype=torch.uint8))
+    return tiled("fp8", *shape)
 
 
 def fp4(*shape: int) -> Weight:
-    scale = torch.randint(117, 121, (*shape[:-1], shape[-1] // 32), device="cuda", dtype=torch.uint8)
-    return Weight(u8(*shape[:-1], shape[-1] // 2), "fp4", scale, True)
+    return tiled("fp4", *shape)
 
 
 def bank(slots: int) -> ExpertBank:
@@ -89,7 +104,7 @@ def _linear(T: int, outs: int, inner: int, groups: int = 1) -> Case:
     shape = (T, groups, inner) if groups > 1 else (T, inner)
 
     def ours() -> Call:
-        x, w = bf(*shape), Weight(weight.data.clone(), "fp8", weight.scale)
+        x, w = bf(*shape), replace(weight, data=weight.data.clone())
         fn = linear.linear_grouped if groups > 1 else linear.linear
         return lambda: fn(NUM, x, w)
 
@@ -100,7 +115,7 @@ def _linear(T: int, outs: int, inner: int, groups: int = 1) -> Case:
         return lambda: F.linear(x, w)
 
     def scaled() -> Call:
-        x, w = bf(*shape).to(torch.float8_e4m3fn), weight.data.view(torch.float8_e4m3fn).clone()
+        x, w = bf(*shape).to(torch.float8_e4m3fn), weight.stored[0].view(torch.float8_e4m3fn)
         a, b = torch.ones(T, 1, device="cuda"), torch.ones(1, outs, device="cuda")
         return lambda: _scaled_mm(x, w.mT, a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
@@ -122,7 +137,7 @@ def _experts(T: int, ranks: int) -> Case:
 
     def ours() -> Call:
         x, c, w = bf(M, H), counts.cuda(), torch.rand(M, device="cuda")
-        mine = ExpertBank(*(Weight(v.data.clone(), "fp4", v.scale, True) for v in (weights.w1, weights.w3, weights.w2)))
+        mine = ExpertBank(*(replace(v, data=v.data.clone()) for v in (weights.w1, weights.w3, weights.w2)))
         return lambda: moe.moe_experts(NUM, x, c, mine, w, 10.0)
 
     def grouped() -> Call:
@@ -159,7 +174,7 @@ def _shared(T: int) -> Case:
     weights = (fp8(I, H), fp8(I, H), fp8(H, I))
 
     def ours() -> Call:
-        x, (w1, w3, w2) = bf(T, H), (Weight(v.data.clone(), "fp8", v.scale) for v in weights)
+        x, (w1, w3, w2) = bf(T, H), (replace(v, data=v.data.clone()) for v in weights)
         return lambda: moe.shared_expert(NUM, x, w1, w3, w2, 10.0)
 
     def dense() -> Call:
@@ -384,6 +399,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
     parser.add_argument("--warm", help="I/N: compile every Nth case from the Ith, measure nothing")
+    parser.add_argument("--only", default="", help="cases whose name holds one of these words, separated by commas")
     parser.add_argument("--sweep", action="store_true", help="tiles instead of cases")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     args = parser.parse_args()
@@ -409,6 +425,8 @@ def main() -> None:
         case = _safely(make)
         if isinstance(case, str):
             print(f"{label} {case}")
+            continue
+        if not any(word in case.name for word in args.only.split(",")):
             continue
         bound = max(case.bytes / copy, case.flops / product) * 1e6
         us = _safely(lambda case=case: timed(case.ours, case.bytes))

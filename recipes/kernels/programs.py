@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.tilelang import attention, build, experts, families, index, launch
 from recipes.kernels import bench
 
@@ -36,8 +37,9 @@ CASES: tuple[Callable[[], bench.Case], ...] = (
 
 @contextmanager
 def programs() -> Iterator[None]:
-    """The cases call TileLang while this holds; what it lacks stays Triton's."""
-    before = {name: getattr(bench, name) for name in MODULES}
+    """The cases call TileLang while this holds, with weights it reads; what it lacks stays Triton's."""
+    before = {name: getattr(bench, name) for name in (*MODULES, "fp4")}
+    bench.fp4 = _halves
     for name, module in MODULES.items():
         names = {n: getattr(module, n, getattr(before[name], n)) for n in dir(before[name])}
         setattr(bench, name, SimpleNamespace(**names))
@@ -46,6 +48,12 @@ def programs() -> Iterator[None]:
     finally:
         for name, module in before.items():
             setattr(bench, name, module)
+
+
+def _halves(*shape: int) -> Weight:
+    *stack, outs, inner = shape
+    scale = torch.randint(117, 121, (*stack, outs, inner // 32), device="cuda", dtype=torch.uint8)
+    return Weight(bench.u8(*stack, outs, inner // 2), "fp4", scale, halves=True)
 
 
 def compile_all(cache: Path) -> None:
@@ -79,7 +87,7 @@ def main() -> None:
         row: dict[str, Any] = {"name": case.name, "bytes": case.bytes, "flops": case.flops, "bound_us": bound}
         row["triton_us"] = bench._safely(lambda case=case: bench.timed(case.ours, case.bytes))
         with programs():
-            row["us"] = bench._safely(lambda case=case: bench.timed(case.ours, case.bytes))
+            row["us"] = bench._safely(lambda make=make: bench.timed((own := make()).ours, own.bytes))
         rows.append(row)
         share = bound / row["us"] if isinstance(row["us"], float) else 0.0
         print(

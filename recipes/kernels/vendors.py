@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def _products(T: int, outs: int, inner: int) -> Iterator[Case]:
     work = (outs * inner + 2 * T * (inner + outs), 2 * T * outs * inner)
 
     def ours() -> Call:
-        x, w = bf(T, inner), type(weight)(weight.data.clone(), "fp8", weight.scale)
+        x, w = bf(T, inner), replace(weight, data=weight.data.clone())
         return lambda: linear.linear(NUM, x, w)
 
     def wide() -> Call:
@@ -82,7 +83,7 @@ def _grouped_projection(T: int) -> Iterator[Case]:
     inner, weight = N * D // G, fp8(G, OL, N * D // G)
 
     def ours() -> Call:
-        x, w = bf(T, G, inner), type(weight)(weight.data.clone(), "fp8", weight.scale)
+        x, w = bf(T, G, inner), replace(weight, data=weight.data.clone())
         return lambda: linear.linear_grouped(NUM, x, w)
 
     def theirs() -> Call:

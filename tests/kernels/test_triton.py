@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,15 +74,35 @@ def test_kernels_of_every_kind_compile_for_a_gpu_that_is_not_there(tmp_path: Pat
 
 
 def test_no_number_of_tokens_of_a_step_takes_a_product_that_is_not_made_ahead():
-    from deepinfer_kernels.triton.linear import parts, tile
-    from deepinfer_kernels.triton.shapes import _TOKENS
+    from deepinfer_kernels.triton.linear import parts, pays_dense, tile
+    from deepinfer_kernels.triton.shapes import _TOKENS, _weight
 
-    for outs, inner in ((160, 512), (512, 4096), (1024, 4096), (1536, 4096), (8192, 4096), (32768, 1536)):
+    for outs, inner in (
+        (160, 512),
+        (512, 4096),
+        (1024, 4096),
+        (1536, 4096),
+        (8192, 4096),
+        (32768, 1536),
+        (129280, 4096),
+    ):
+        weight = _weight(outs, inner, kind="fp8")
 
-        def form(tokens: int, outs: int = outs, inner: int = inner) -> tuple:
+        def form(tokens: int, outs: int = outs, inner: int = inner, weight: Any = weight) -> Any:
+            if pays_dense(tokens, weight):
+                return "dense"
             return tile(tokens, outs), parts(tokens, outs, inner, tile(tokens, outs))
 
         assert {form(tokens) for tokens in range(1, 8193)} == {form(tokens) for tokens in _TOKENS}, (outs, inner)
+
+
+def test_no_number_of_rows_of_experts_takes_a_kernel_that_is_not_made_ahead():
+    from deepinfer_kernels.triton.moe import tiles
+    from deepinfer_kernels.triton.shapes import _ROWS
+
+    for slots in (1, 6, 48):
+        made = {tiles(mean * slots, slots) for mean in _ROWS}
+        assert {tiles(rows, slots) for rows in range(1, 400 * slots)} == made
 
 
 def test_what_is_announced_is_what_the_modules_hold():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deepinfer_kernels.reference import attention, cache, engram, hyper, index, linear, moe, norm, quantise
-from deepinfer_kernels.reference.linear import Weight, in_halves
+from deepinfer_kernels.reference.linear import Weight, in_tiles
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve
@@ -75,8 +75,10 @@ def weights(kind: linear.Kind, *shape: int, form: str = "bytes") -> tuple[Weight
     plain = linear.prepare_weight(REFERENCE, data, scale, kind)
     if form == "matrix":
         return plain, plain
-    halves = form == "halves"
-    return Weight(in_halves(data) if halves else data, kind, scale, halves), plain
+    if form == "tiles":
+        tiles, scales = in_tiles(data, scale, kind)
+        return Weight(tiles, kind, scales, shape=(shape[-2], shape[-1])), plain
+    return Weight(data, kind, scale), plain
 
 
 # --------------------------------------------------------------------- layouts
@@ -85,7 +87,7 @@ def weights(kind: linear.Kind, *shape: int, form: str = "bytes") -> tuple[Weight
 @pytest.mark.parametrize("rows", [0, 1, 7])
 @pytest.mark.parametrize("shape", [(96, 160), (33, 1280), (1, 64)])
 @pytest.mark.parametrize(
-    ("kind", "form"), [("fp8", "bytes"), ("fp8", "matrix"), ("fp4", "bytes"), ("fp4", "halves"), ("fp4", "matrix")]
+    ("kind", "form"), [(kind, form) for kind in ("fp8", "fp4") for form in ("bytes", "tiles", "matrix")]
 )
 def test_quantised_product_is_the_one_of_reference_numerics(install, rows, shape, kind, form):
     install("deep_gemm")
@@ -138,7 +140,7 @@ def test_experts_whatever_their_shares(install, counts, form):
     install("deep_gemm")
     S, H, width = len(counts), 96, 64
     sizes = {"w1": (S, width, H), "w3": (S, width, H), "w2": (S, H, width)}
-    made = {name: weights("fp4", *shape, form="halves") for name, shape in sizes.items()}
+    made = {name: weights("fp4", *shape, form="tiles") for name, shape in sizes.items()}
     given, plain = (ExpertBank(**{n: w[i] for n, w in made.items()}) for i in (0, 1))
     rows = torch.randn(sum(counts), H).bfloat16()
     num = NUMERICS[form]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import quantise
-from deepinfer_kernels.reference.linear import Weight, in_halves
+from deepinfer_kernels.reference.linear import Weight, in_tiles
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops
-from deepinfer_kernels.triton import families, launch
+from deepinfer_kernels.triton import families, launch, linear
 
 DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 SIZES = (1, 2, 7, 40) if not launch.INTERPRETED else (2, 7, 40)
@@ -76,13 +76,19 @@ def fp8(*shape: int) -> Weight:
     w = w * torch.exp2(torch.randint(-9, 3, (*shape[:-1], 1)).float())
     parts = [quantise.quantise_fp8_tiles(part) for part in w.view(-1, *shape[-2:])]
     data, scale = (torch.stack([p[i] for p in parts]) for i in (0, 1))
-    return Weight(data.view(shape), "fp8", scale.view(*shape[:-2], *scale.shape[1:]))
+    return tiled(data.view(shape), scale.view(*shape[:-2], *scale.shape[1:]), "fp8")
 
 
 def fp4(*shape: int) -> Weight:
     w = torch.randn(*shape) * shape[-1] ** -0.5
-    data, scale = quantise.quantise_mxfp4(w)
-    return Weight(in_halves(data), "fp4", scale, True)
+    return tiled(*quantise.quantise_mxfp4(w), "fp4")
+
+
+def tiled(data: Tensor, scale: Tensor, kind: Any) -> Weight:
+    """As prepare_weight makes it, on the CPU."""
+    shape = (data.shape[-2], data.shape[-1] * (2 if kind == "fp4" else 1))
+    tiles, scales = in_tiles(data, scale, kind)
+    return Weight(tiles, kind, scales, shape=shape)
 
 
 #: of a case at the sizes of V4.1-Flash
@@ -157,7 +163,7 @@ def on_device(value: Any) -> Any:
         return value.to(DEVICE)
     if isinstance(value, Weight):
         scale = None if value.scale is None else on_device(value.scale)
-        return Weight(on_device(value.data), value.kind, scale, value.halves)
+        return Weight(on_device(value.data), value.kind, scale, value.halves, value.shape)
     if isinstance(value, ExpertBank):
         return ExpertBank(*(on_device(w) for w in (value.w1, value.w3, value.w2)))
     return tuple(on_device(v) for v in value) if isinstance(value, tuple) else value
@@ -343,10 +349,10 @@ def test_packed_weights_are_what_any_operation_reads_as_a_matrix():
     data, scale = quantise.quantise_mxfp4(torch.randn(3, 40, 64))
     packed, plain = (o.prepare_weight(data.view(torch.int8), scale, "fp4") for o in (TRITON, REFERENCE))
     assert packed.scale is not None and torch.equal(packed.dense, plain.dense)
-    for out in (64, 48):  # a tile lies across the groups of the second
+    for out in (128, 64):  # a tile lies across the groups of the second
         weight = fp8(out, 96)
         groups = weight.grouped(2)
-        assert (groups.scale is None) == (out == 48)
+        assert (groups.scale is None) == (out == 64)
         assert torch.equal(groups.dense, weight.dense.unflatten(0, (2, -1)))
         x = bf(7, 2, 96)
         check("linear_grouped", run(TRITON, "linear_grouped", (x, groups), {}), REFERENCE.linear_grouped(x, groups))
@@ -370,6 +376,112 @@ def test_other_layouts_and_kinds():
     (rows, counts, _, w, limit), _ = make("moe_experts", 7)
     got = run(TRITON, "moe_experts", (rows, counts, plain, w, limit), {})
     check("moe_experts", got, REFERENCE.moe_experts(rows, counts, plain, w, limit))
+
+
+def byte_weight(kind: Any, *shape: int) -> Weight:
+    """Any bytes but NaN, scales around 2^-8, prepared; made on the device."""
+    size = (*shape[:-1], shape[-1] // 2) if kind == "fp4" else shape
+    data = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
+    rows = shape[-2] if kind == "fp4" else -(-shape[-2] // 32)
+    scale = torch.randint(117, 121, (*shape[:-2], rows, shape[-1] // 32), dtype=torch.uint8, device=DEVICE)
+    if kind == "fp8":
+        data = torch.where((data & 0x7F) == 0x7F, data & 0xF8, data).view(torch.float8_e4m3fn)
+    weight = TRITON.prepare_weight(data, scale, kind)
+    assert weight.scale is not None
+    return weight
+
+
+on_a_device = pytest.mark.skipif(launch.INTERPRETED, reason="V4.1-Flash's shapes take a device")
+V41_H, V41_I = 5120, 2304
+
+
+@on_a_device
+@pytest.mark.parametrize(
+    "counts", [(0, 1, 0), (7, 0, 3, 30), (0, 64, 48, 300, 0, 17), (1000, 5, 0, 700), (0, 0, 0, 2049)]
+)
+def test_experts_of_the_real_size(counts: tuple[int, ...]):
+    torch.manual_seed(sum(counts))
+    S, M = len(counts), sum(counts)
+    bank = ExpertBank(*(byte_weight("fp4", S, *s) for s in ((V41_I, V41_H), (V41_I, V41_H), (V41_H, V41_I))))
+    arguments = (bf(M, V41_H, scale=4), torch.tensor(counts), bank, torch.rand(M), 10.0)
+    expected = REFERENCE.moe_experts(*on_device(arguments)).cpu()
+    for ops in (TRITON, INVARIANT):
+        check("moe_experts", run(ops, "moe_experts", arguments, {}), expected)
+
+
+@on_a_device
+@pytest.mark.parametrize("T", [1, 33, 64, 300, 2048])
+def test_products_of_the_real_size(T: int):
+    torch.manual_seed(T)
+    shared = [byte_weight("fp8", *s) for s in ((V41_I, V41_H), (V41_I, V41_H), (V41_H, V41_I))]
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    calls += [("linear", (bf(T, 5120), byte_weight("fp8", n, 5120))) for n in (512, 1280)]
+    calls.append(("linear", (bf(T, 1280), byte_weight("fp8", 32768, 1280))))
+    calls.append(("linear_grouped", (bf(T, 8, 4096), byte_weight("fp8", 8192, 4096).grouped(8))))
+    calls.append(("shared_expert", (bf(T, V41_H), *shared, 10.0)))
+    for name, arguments in calls:
+        expected = getattr(REFERENCE, name)(*on_device(arguments)).cpu()
+        for ops in (TRITON, INVARIANT):
+            check(name, run(ops, name, arguments, {}), expected)
+
+
+@pytest.mark.parametrize("T", [linear.DENSE_TOKENS + 1, linear.DENSE_TOKENS + 4])
+def test_many_tokens_take_the_matrix_written_out(T: int):
+    torch.manual_seed(T)
+    for name, arguments in (
+        ("linear", (bf(T, 96), fp8(40, 96))),
+        ("linear", (bf(2, T, 64), Weight(bf(40, 64), "bf16"))),
+        ("linear_grouped", (bf(T, 2, 64), fp8(64, 64).grouped(2))),
+        ("shared_expert", (bf(T, 64, scale=4), fp8(96, 64), fp8(96, 64), fp8(64, 96), 2.0)),
+    ):
+        check(name, run(TRITON, name, arguments, {}), getattr(REFERENCE, name)(*arguments))
+
+
+@pytest.mark.parametrize("M", [5, 400])
+@pytest.mark.parametrize("place", [0, 17])
+def test_nan_of_a_row_stays_in_it_and_is_not_lost(M: int, place: int):
+    torch.manual_seed(M)
+    x, bank = bf(M, 64, scale=4), ExpertBank(fp4(2, 96, 64), fp4(2, 96, 64), fp4(2, 64, 96))
+    x[3, place] = float("nan")
+    arguments = (x, torch.tensor([2, M - 2]), bank, torch.rand(M), 2.0)
+    shared = (x, fp8(96, 64), fp8(96, 64), fp8(64, 96), 2.0)
+    for name, args in (("moe_experts", arguments), ("shared_expert", shared)):
+        for ops in (TRITON, INVARIANT):
+            wrong = run(ops, name, args, {}).cpu().isnan()
+            assert bool(wrong[3].all()) and not bool(wrong[[i for i in range(M) if i != 3]].any())
+
+
+def test_weights_with_nan_or_huge_scales_read_as_the_reference_reads_them():
+    torch.manual_seed(8)
+    data, scale = quantise.quantise_fp8_tiles(torch.randn(64, 64))
+    data = data.view(torch.uint8)
+    data[5, 7], data[9, 11] = 0x7F, 0xFF
+    packed, scales = quantise.quantise_mxfp4(torch.randn(64, 64))
+    not_a_scale, huge = scales.clone(), scales.clone()
+    not_a_scale[3, 1], huge[3, 1] = 255, 200
+    x = bf(3, 64)
+    for arguments in ((data, scale, "fp8"), (packed, not_a_scale, "fp4"), (packed, huge, "fp4")):
+        weight, plain = (o.prepare_weight(*on_device(arguments)) for o in (TRITON, REFERENCE))
+        expected = REFERENCE.linear(x, Weight(plain.data.cpu(), plain.kind))
+        got = run(TRITON, "linear", (x, weight), {}).cpu()
+        assert torch.equal(got.isnan(), expected.isnan())
+        real = ~expected.isnan()
+        assert (got[real] - expected[real]).abs().max() <= 0.01 * expected[real].abs().max()
+
+
+def test_every_code_and_scale_is_exact():
+    codes = torch.arange(256, dtype=torch.uint8).repeat(64, 4)[:, :512]  # every pair of codes
+    scales = torch.arange(64 * 32).view(64, 32).remainder(129).to(torch.uint8)
+    scales[scales == 0] = 1  # 2^-127 times half is less than the smallest bf16
+    weight = TRITON.prepare_weight(*on_device((codes, scales, "fp4")))
+    assert weight.shape == (64, 1024)
+    for first in range(0, 1024, 256):  # a row of one 1 reads a column
+        x = torch.zeros(256, 1024).bfloat16()
+        x[torch.arange(256), first + torch.arange(256)] = 1
+        got = run(INVARIANT, "linear", (x, weight), {}).cpu()
+        expected = quantise.dequantise_mxfp4(codes, scales)[:, first : first + 256].mT.bfloat16()
+        same = got == expected
+        assert bool((same | (expected.abs() < 2.0**-120)).all())
 
 
 def test_streams_of_other_numbers():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import cache, quantise
-from deepinfer_kernels.reference.linear import Weight, in_halves
+from deepinfer_kernels.reference.linear import Weight, in_tiles
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS
@@ -34,12 +34,14 @@ def uniform(*shape: int) -> Tensor:
 
 def fp8(*shape: int) -> Weight:
     data, scale = quantise.quantise_fp8_tiles(torch.randn(*shape, device="cuda") * shape[-1] ** -0.5)
-    return Weight(data, "fp8", scale)
+    tiles, scales = in_tiles(data, scale, "fp8")
+    return Weight(tiles, "fp8", scales, shape=(shape[-2], shape[-1]))
 
 
 def fp4(*shape: int) -> Weight:
     data, scale = quantise.quantise_mxfp4(torch.randn(*shape, device="cuda") * shape[-1] ** -0.5)
-    return Weight(in_halves(data), "fp4", scale, True)
+    tiles, scales = in_tiles(data, scale, "fp4")
+    return Weight(tiles, "fp4", scales, shape=(shape[-2], shape[-1]))
 
 
 def angles(T: int, half: int) -> tuple[Tensor, Tensor]:

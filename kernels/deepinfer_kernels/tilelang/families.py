@@ -25,7 +25,7 @@ BATCH_DEPENDENT = {
 }
 #: operation → platforms on which it was measured to be faster than Triton's, which is taken first elsewhere
 FASTER: dict[str, frozenset[str]] = {
-    "moe_experts": frozenset({"sm90"}),
+    "index_scores": frozenset({"sm90"}),
 }
 
 #: the release that kernels are written for; the library of its run time is loaded into ours

@@ -9,7 +9,7 @@ from bf16 is wrong below 2^-126; ``dot``, ``bf16`` and ``widened`` go round thes
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -189,6 +189,61 @@ fma.rn.bf16x2 v, v, power, none;
 fma.rn.bf16x2 $3, v, $6, none;
 }
 """)
+# The same for the words of tiles of weights (``reference.linear.in_tiles``), whose codes are mixed so that less is to
+# do, with a scale given times 2^120 or 2^126, which one product restores.
+_E4M3_WORD = tl.constexpr("""
+{
+.reg .b32 a, b;
+and.b32 a, $2, 0x87F087F0;
+mul.rn.bf16x2 $0, a, $3;
+shl.b32 a, $2, 4;
+shr.b32 b, $2, 4;
+and.b32 a, a, 0x80F080F0;
+lop3.b32 a, b, 0x07000700, a, 0xEA;
+mul.rn.bf16x2 $1, a, $3;
+}
+""")
+_E2M1_WORD = tl.constexpr("""
+{
+.reg .b32 a, b;
+and.b32 a, $4, 0x81C081C0;
+mul.rn.bf16x2 $0, a, $5;
+shl.b32 a, $4, 4;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $1, a, $7;
+shf.l.wrap.b32 a, $4, $4, 10;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $2, a, $5;
+shl.b32 a, $4, 6;
+shr.b32 b, $4, 2;
+and.b32 a, a, 0x80C080C0;
+lop3.b32 a, b, 0x01000100, a, 0xEA;
+mul.rn.bf16x2 $3, a, $7;
+}
+""")
+# the bf16 2^(b - 127 + 126), or 120, twice, of bytes b of a word
+_E8M0_FOUR = tl.constexpr("""
+{
+.reg .b32 a;
+prmt.b32 a, $4, 0, 0x4040;
+mad.lo.s32 $0, a, 128, 0x3F003F00;
+prmt.b32 a, $4, 0, 0x4141;
+mad.lo.s32 $1, a, 128, 0x3F003F00;
+prmt.b32 a, $4, 0, 0x4242;
+mad.lo.s32 $2, a, 128, 0x3F003F00;
+prmt.b32 a, $4, 0, 0x4343;
+mad.lo.s32 $3, a, 128, 0x3F003F00;
+}
+""")
+_E8M0_TWO = tl.constexpr("""
+{
+.reg .b32 a;
+prmt.b32 a, $2, 0, 0x4040;
+mad.lo.s32 $0, a, 128, 0x3C003C00;
+prmt.b32 a, $2, 0, 0x4141;
+mad.lo.s32 $1, a, 128, 0x3C003C00;
+}
+""")
 # In a size of all ones, the NaN, one more unit in the last place reaches bit 11, which becomes 0x7FC0: a NaN of bf16.
 _PAIR_TIMES = tl.constexpr("""
 {
@@ -240,6 +295,10 @@ def e4m3_times(byte, scale):
         return tl.inline_asm_elementwise(_E4M3_TIMES, "=r,=r,r,r,r", [byte, scale], tl.bfloat16, True, 4)
 
 
+#: the largest scales whose products with 2^120 and 2^126 are finite in bf16
+E4M3_SCALE, E2M1_SCALE = 254 - 120, 254 - 126
+
+
 @triton.jit
 def e4m3_pair_times(pair, scale):
     """(bf16 of the low bytes, of the high bytes) of pairs of E4M3 codes in 16 bits, times a bf16 scale."""
@@ -261,6 +320,77 @@ def e2m1_times(byte, scale):
         return tl.inline_asm_elementwise(
             _E2M1_TIMES, "=r,=r,=r,=r,r,r,r", [byte, scale], (tl.bfloat16, tl.bfloat16), True, 4
         )
+
+
+@triton.jit
+def _of_rows(first, second, R: tl.constexpr, C: tl.constexpr):
+    """What belongs to the 32 first and the 32 second inputs of a tile's rows, beside its words' halves."""
+    both = tl.join(first, second).reshape(R, C, 4, 8, 1, 2, 1, 1)
+    return tl.broadcast_to(both, (R, C, 4, 8, 4, 2, 2, 2)).reshape(R, C, 1024)
+
+
+@triton.jit
+def _word_values(low, high, PLACE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """f32 of the two neighbours of one of the four places of words, in the interpreter."""
+    sign: tl.constexpr = 15 if PLACE == 0 else 11 if PLACE == 1 else 5 if PLACE == 2 else 9
+    if PLACE == 2:
+        first, second = high >> 12, low >> 12
+    elif PLACE == 3:
+        first, second = ((low >> 8) & 4) | (low & 3), ((high >> 8) & 4) | (high & 3)
+    else:
+        first, second = low >> (6 - 4 * PLACE), high >> (6 - 4 * PLACE)
+    first = e2m1_value((first & 7) | (((low >> sign) & 1) << 3))
+    second = e2m1_value((second & 7) | (((high >> sign) & 1) << 3))
+    return tl.join(first, second).reshape(R, C, 1024)
+
+
+@triton.jit
+def e2m1_tiles(w, s, R: tl.constexpr, C: tl.constexpr):
+    """bf16 [64 R, 64 C] of R · C tiles of E2M1 (``in_tiles``): w int16 [R, C, 1024], s int32 [R, C, 32].
+
+    On a device nothing moves but registers: a thread reads what it gives to the tensor cores.
+    """
+    if INTERPRETED:
+        upper = _of_rows(e8m0_value(s & 0xFF), e8m0_value((s >> 8) & 0xFF), R, C)
+        lower = _of_rows(e8m0_value((s >> 16) & 0xFF), e8m0_value((s >> 24) & 0xFF), R, C)
+        low, high = tl.split((w.to(tl.int32) & 0xFFFF).reshape(R, C, 512, 2))
+        a0 = bf16(_word_values(low, high, 0, R, C) * upper)
+        a1 = bf16(_word_values(low, high, 1, R, C) * lower)
+        a2 = bf16(_word_values(low, high, 2, R, C) * upper)
+        a3 = bf16(_word_values(low, high, 3, R, C) * lower)
+    else:
+        u0, u1, l0, l1 = tl.inline_asm_elementwise(
+            _E8M0_FOUR, "=r,=r,=r,=r,r", [s], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+        )
+        scales = [_of_rows(u0, u1, R, C), _of_rows(l0, l1, R, C)]
+        a0, a1, a2, a3 = tl.inline_asm_elementwise(
+            _E2M1_WORD, "=r,=r,=r,=r,r,r,r,r,r", [w, scales[0], scales[1]],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+        )  # fmt: skip
+    a = tl.join(tl.join(a0, a1), tl.join(a2, a3)).reshape(R, C, 4, 8, 4, 4, 2, 2, 2)
+    # block, step, warp, row, thread, chunk, neighbour, half of rows, half of inputs
+    return a.permute(0, 2, 7, 3, 1, 5, 8, 4, 6).reshape(64 * R, 64 * C)
+
+
+@triton.jit
+def e4m3_tiles(w, s, R: tl.constexpr, C: tl.constexpr):
+    """bf16 [64 R, 64 C] of R · C tiles of E4M3, none of them NaN: w int16 [R, C, 2048], s int32 [R, C, 2]."""
+    if INTERPRETED:
+        s0, s1 = e8m0_value(s & 0xFF), e8m0_value((s >> 8) & 0xFF)
+    else:
+        s0, s1 = tl.inline_asm_elementwise(_E8M0_TWO, "=r,=r,r", [s], (tl.int32, tl.int32), True, 1)
+    both = tl.join(s0, s1).reshape(R, C, 2, 1, 1, 1, 2, 1, 1, 1)
+    scale = tl.broadcast_to(both, (R, C, 2, 2, 8, 4, 2, 2, 2, 2)).reshape(R, C, 2048)
+    if INTERPRETED:
+        code = w.to(tl.int32)
+        first = ((code >> 8) & 0x80) | ((code >> 4) & 0x7F)
+        second = ((code >> 4) & 0x80) | ((code >> 8) & 0x70) | (code & 0xF)
+        a0, a1 = bf16(e4m3_value(first) * scale), bf16(e4m3_value(second) * scale)
+    else:
+        a0, a1 = tl.inline_asm_elementwise(_E4M3_WORD, "=r,=r,r,r,r", [w, scale], (tl.bfloat16, tl.bfloat16), True, 2)
+    a = tl.join(a0, a1).reshape(R, C, 4, 8, 4, 4, 2, 2, 2)
+    # block, step, warp, row, thread, chunk, half of inputs, neighbour, half of rows
+    return a.permute(0, 2, 8, 3, 1, 5, 6, 4, 7).reshape(64 * R, 64 * C)
 
 
 @triton.jit

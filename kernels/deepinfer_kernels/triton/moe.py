@@ -17,10 +17,23 @@ from triton.language.extra import libdevice
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import Numerics
-from deepinfer_kernels.triton.formats import INTERPRETED, bf16
+from deepinfer_kernels.triton.formats import INTERPRETED, bf16, widened
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 from deepinfer_kernels.triton.linear import FIXED as LINEAR_FIXED
-from deepinfer_kernels.triton.linear import FP4, Tile, bytes_of, parts, product, stored_as, weight_dot
+from deepinfer_kernels.triton.linear import (
+    Tile,
+    linear,
+    matrix,
+    parts,
+    pays_dense,
+    product,
+    rows_of,
+    sizes_of,
+    stored_as,
+    stores_of,
+    weight_sum,
+    write_dense,
+)
 from deepinfer_kernels.triton.linear import tile as linear_tile
 
 
@@ -49,38 +62,41 @@ def _gate_up(
     S: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
     BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """a[m] = silu(min(w1 · x, limit)) · clamp(w3 · x, ±limit) · weight[m]; without COUNTS all rows are slot 0's."""
+    """a[m] = silu(min(w1 · x, limit)) · clamp(w3 · x, ±limit) · weight[m]; without COUNTS all rows are slot 0's.
+
+    A program's BN rows of weights are as many of w1 as of w3. With PARTS > 1 the sums of a part of H go to
+    A [part, w1 and w3, m, WIDTH] in f32.
+    """
     if COUNTS is not None:
         slot, first, end = _tile_of(COUNTS, tl.program_id(1), S, SLOTS, BT)
         if slot == S:
             return
     else:
         slot, first, end = 0, tl.program_id(1) * BT, rows
+    half: tl.constexpr = BN // 2
     m = first + tl.arange(0, BT)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    stored: tl.constexpr = H // 2 if STORED == 2 else H
-    scales: tl.constexpr = (WIDTH if STORED == 2 else (WIDTH + 31) // 32) * (H // 32)
-    at = tl.cast(slot, tl.int64)
-    W1 += at * WIDTH * stored
-    W3 += at * WIDTH * stored
-    if STORED != 0:
-        S1 += at * scales
-        S3 += at * scales
-    each: tl.constexpr = (H + PARTS * BK - 1) // (PARTS * BK) * BK
+    n = tl.program_id(0) * half + tl.arange(0, half)
     part = tl.program_id(2)
-    gate = tl.zeros((BN, BT), dtype=tl.float32)
-    up = tl.zeros((BN, BT), dtype=tl.float32)
-    row = m.to(tl.int64)
-    for k0 in range(0, each, BK):
-        k = part * each + k0
-        gate = weight_dot(gate, X, row, m < end, W1, S1, n, WIDTH, k, H, STORED, BN, BK)
-        up = weight_dot(up, X, row, m < end, W3, S3, n, WIDTH, k, H, STORED, BN, BK)
-    at, mask = row[None, :] * WIDTH + n[:, None], (m < end)[None, :] & (n < WIDTH)[:, None]
+    steps: tl.constexpr = (H + PARTS * BK - 1) // (PARTS * BK)
+    whole: tl.constexpr = steps * PARTS * BK == H and WIDTH % half == 0
+    w, s = matrix(tl.cast(slot, tl.int64), WIDTH, H, STORED)
+    if STORED != 0:
+        S1 += s
+        S3 += s
+    w1, s1, known = rows_of(W1 + w, S1, tl.program_id(0) * half, BN, half, WIDTH, H, STORED)
+    w3, s3, _ = rows_of(W3 + w, S3, tl.program_id(0) * half, BN, half, WIDTH, H, STORED)
+    above = tl.arange(0, w1.shape[0]) < w1.shape[0] // 2
+    s1 = tl.where(above, s1, s3)
+    acc = tl.zeros((BN, BT), dtype=tl.float32)
+    acc = weight_sum(acc, X, m, m < end, tl.where(above, w1, w3), s1, known, part * steps, steps, H, STORED, BK, whole)
+    at, mask = m.to(tl.int64)[None, :] * WIDTH + n[:, None], (m < end)[None, :] & (n < WIDTH)[:, None]
     if PARTS > 1:
+        gate, up = _apart(acc, half, BT)
         to = A + (2 * part) * rows.to(tl.int64) * WIDTH + at
         tl.store(to, gate, mask=mask)
         tl.store(to + rows.to(tl.int64) * WIDTH, up, mask=mask)
     else:
+        gate, up = _apart(bf16(acc), half, BT)
         a = _swiglu(gate, up, limit)
         if WEIGHT is not None:
             a = a * tl.load(WEIGHT + m, mask=m < end, other=0.0)[None, :]
@@ -88,23 +104,43 @@ def _gate_up(
 
 
 @triton.jit
+def _apart(both, HALF: tl.constexpr, BT: tl.constexpr):
+    """The first and the second half of rows."""
+    return tl.split(both.reshape(2, HALF, BT).permute(1, 2, 0))
+
+
+@triton.jit
 def _swiglu(gate, up, limit):
+    """silu(min(gate, limit)) · clamp(up, ±limit) of bf16."""
     keep: tl.constexpr = tl.PropagateNan.ALL
-    g = tl.minimum(bf16(gate).to(tl.float32), limit, propagate_nan=keep)
-    u = tl.minimum(tl.maximum(bf16(up).to(tl.float32), -limit, propagate_nan=keep), limit, propagate_nan=keep)
+    g = tl.minimum(widened(gate), limit, propagate_nan=keep)
+    u = tl.minimum(tl.maximum(widened(up), -limit, propagate_nan=keep), limit, propagate_nan=keep)
     return _silu(g) * u
 
 
 @triton.jit(do_not_specialize=["size"])
-def _activate(PART, A, size, limit, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """a = swiglu of the summed parts [part, gate and up, size], always in the same order."""
+def _activate(PART, WEIGHT, A, size, limit, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """a = swiglu of the summed parts [part, gate and up, size], always in the same order, times the row's weight."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.zeros((BLOCK,), dtype=tl.float32)
     up = tl.zeros((BLOCK,), dtype=tl.float32)
     for part in tl.static_range(PARTS):
         gate += tl.load(PART + 2 * part * size + i, mask=i < size, other=0.0)
         up += tl.load(PART + (2 * part + 1) * size + i, mask=i < size, other=0.0)
-    tl.store(A + i, bf16(_swiglu(gate, up, limit)), mask=i < size)
+    a = _swiglu(bf16(gate), bf16(up), limit)
+    if WEIGHT is not None:
+        a = a * tl.load(WEIGHT + i // WIDTH, mask=i < size, other=0.0)
+    tl.store(A + i, bf16(a), mask=i < size)
+
+
+@triton.jit
+def _activate_rows(SUMS, A, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """a = swiglu of rows [gate, up]."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(SUMS + 2 * t * WIDTH + n, mask=n < WIDTH, other=0.0)
+    up = tl.load(SUMS + (2 * t + 1) * WIDTH + n, mask=n < WIDTH, other=0.0)
+    tl.store(A + t * WIDTH + n, bf16(_swiglu(gate, up, limit)), mask=n < WIDTH)
 
 
 @triton.jit
@@ -118,30 +154,34 @@ def _down(
         return
     m = first + tl.arange(0, BT)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    stored: tl.constexpr = WIDTH // 2 if STORED == 2 else WIDTH
-    scales: tl.constexpr = (H if STORED == 2 else (H + 31) // 32) * (WIDTH // 32)
-    W2 += slot.to(tl.int64) * H * stored
+    steps: tl.constexpr = (WIDTH + BK - 1) // BK
+    whole: tl.constexpr = WIDTH % BK == 0 and H % BN == 0
+    w, s = matrix(slot, H, WIDTH, STORED)
     if STORED != 0:
-        S2 += slot.to(tl.int64) * scales
+        S2 += s
+    w, s, known = rows_of(W2 + w, S2, tl.program_id(0) * BN, BN, BN, H, WIDTH, STORED)
     acc = tl.zeros((BN, BT), dtype=tl.float32)
-    row = m.to(tl.int64)
-    for k0 in range(0, WIDTH, BK):
-        acc = weight_dot(acc, A, row, m < end, W2, S2, n, H, k0, WIDTH, STORED, BN, BK)
-    tl.store(Y + row[None, :] * H + n[:, None], bf16(acc), mask=(m < end)[None, :] & (n < H)[:, None])
+    acc = weight_sum(acc, A, m, m < end, w, s, known, 0, steps, WIDTH, STORED, BK, whole)
+    at = m.to(tl.int64)[None, :] * H + n[:, None]
+    tl.store(Y + at, bf16(acc), mask=(m < end)[None, :] & (n < H)[:, None])
 
 
 def tiles(rows: int, slots: int) -> tuple[Tile, Tile]:
     """Tiles of the two kernels by the mean number of rows of a slot."""
     mean = rows / slots
-    if mean <= 12:
-        return Tile(64, 16, 256, 4, 3), Tile(64, 16, 256, 4, 3)
-    if mean <= 48:
-        return Tile(64, 32, 128, 4, 3), Tile(64, 32, 128, 4, 3)
-    return Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3)
+    if mean <= 16:
+        return Tile(128, 16, 128, 4, 4), Tile(128, 16, 128, 4, 4)
+    if mean <= 32:
+        return Tile(128, 32, 128, 4, 3), Tile(128, 32, 128, 4, 4)
+    if mean <= 96:
+        return Tile(128, 64, 64, 4, 4), Tile(128, 64, 64, 4, 4)
+    if mean <= 192:
+        return Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 4, 4)
+    return Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)
 
 
 #: the tiles of every call whose result must not depend on the batch
-FIXED = (Tile(64, 16, 128, 4, 3), Tile(64, 16, 128, 4, 3))
+FIXED = (Tile(128, 16, 128, 4, 3), Tile(64, 16, 128, 4, 3))
 
 
 def _gate_up_of(
@@ -154,24 +194,28 @@ def _gate_up_of(
     chosen: Tile,
     pieces: int = 1,
 ) -> Tensor:
-    (M, H), (I, wide) = x.shape, w1.data.shape[-2:]  # noqa: E741 — I is the expert width
+    (M, H), (slots, I, wide) = x.shape, sizes_of(w1)  # noqa: E741 — I is the expert width
     stored = stored_as(w1)
-    if x.dtype is not bfloat16 or stored_as(w3) != stored or w3.data.shape != w1.data.shape:
-        raise ValueError(f"rows {tuple(x.shape)} {x.dtype}, weights {[tuple(w.data.shape) for w in (w1, w3)]}")
-    if wide * (2 if stored == FP4 else 1) != H:
+    if x.dtype is not bfloat16 or stored_as(w3) != stored or sizes_of(w3) != (slots, I, wide):
+        raise ValueError(f"rows {tuple(x.shape)} {x.dtype}, weights {sizes_of(w1)} {w1.kind}, {sizes_of(w3)} {w3.kind}")
+    if wide != H:
         raise ValueError(f"rows of width {H}, weights of {wide} per row")
-    slots = 1 if counts is None else counts.shape[0]
     a = empty((M, I), dtype=bfloat16, device=x.device)
     to = a if pieces == 1 else empty((pieces, 2, M, I), dtype=float32, device=x.device)
-    grid = (blocks(I, chosen.BN), blocks(M, chosen.BT) if counts is None else _most_tiles(M, slots, chosen.BT), pieces)
-    d1, d3 = bytes_of(w1), bytes_of(w3)
+    grid = (
+        blocks(I, chosen.BN // 2),
+        blocks(M, chosen.BT) if counts is None else _most_tiles(M, slots, chosen.BT),
+        pieces,
+    )
+    (d1, s1), (d3, s3) = stores_of(w1), stores_of(w3)
     launch(
-        _gate_up, grid, x, counts, d1, w1.scale, d3, w3.scale, weight, to, M, float(limit),
+        _gate_up, grid, x, counts, d1, s1, d3, s3, weight if pieces == 1 else None, to, M, float(limit),
         warps=chosen.warps, stages=chosen.stages, S=slots, SLOTS=power_of_two(slots), H=H, WIDTH=I, STORED=stored,
         BN=chosen.BN, BT=chosen.BT, BK=chosen.BK, PARTS=pieces,
     )  # fmt: skip
     if pieces > 1:
-        launch(_activate, (blocks(a.numel(), 1024),), to, a, a.numel(), float(limit), PARTS=pieces, BLOCK=1024)
+        sizes = dict(WIDTH=I, PARTS=pieces, BLOCK=1024)
+        launch(_activate, (blocks(a.numel(), 1024),), to, weight, a, a.numel(), float(limit), **sizes)
     return a
 
 
@@ -184,26 +228,31 @@ def _experts(
     x: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float, chosen: tuple[Tile, Tile]
 ) -> Tensor:
     x, counts, weight = contiguous(x), contiguous(counts), contiguous(weight)
-    (M, H), S = x.shape, bank.w1.data.shape[0]
+    (M, H), S = x.shape, sizes_of(bank.w1)[0]
     if counts.shape != (S,) or counts.dtype is not int64 or weight.shape != (M,) or weight.dtype is not float32:
         shapes = [tuple(t.shape) for t in (counts, weight)]
         raise ValueError(f"{M} rows for {S} slots, counts and routing weights {shapes} {counts.dtype} {weight.dtype}")
     a = _gate_up_of(x, counts, bank.w1, bank.w3, weight, limit, chosen[0])
-    I, stored, down = a.shape[1], stored_as(bank.w2), chosen[1]  # noqa: E741
-    if bank.w2.data.shape[:2] != (S, H) or bank.w2.data.shape[2] * (2 if stored == FP4 else 1) != I:
-        raise ValueError(f"rows of width {H}, experts of width {I}, down projection {tuple(bank.w2.data.shape)}")
-    y = empty((M, H), dtype=bfloat16, device=x.device)
+    if sizes_of(bank.w2) != (S, H, a.shape[1]):
+        raise ValueError(f"{S} slots of {(H, a.shape[1])}, down projection {sizes_of(bank.w2)}")
+    return _down_of(a, counts, bank.w2, chosen[1])
+
+
+def _down_of(a: Tensor, counts: Tensor, w2: Weight, chosen: Tile) -> Tensor:
+    (M, I), (S, H, _) = a.shape, sizes_of(w2)  # noqa: E741
+    y = empty((M, H), dtype=bfloat16, device=a.device)
+    data, scale = stores_of(w2)
     launch(
-        _down, (blocks(H, down.BN), _most_tiles(M, S, down.BT)), a, counts, bytes_of(bank.w2), bank.w2.scale, y,
-        warps=down.warps, stages=down.stages, S=S, SLOTS=power_of_two(S), H=H, WIDTH=I, STORED=stored,
-        BN=down.BN, BT=down.BT, BK=down.BK,
+        _down, (blocks(H, chosen.BN), _most_tiles(M, S, chosen.BT)), a, counts, data, scale, y,
+        warps=chosen.warps, stages=chosen.stages, S=S, SLOTS=power_of_two(S), H=H, WIDTH=I, STORED=stored_as(w2),
+        BN=chosen.BN, BT=chosen.BT, BK=chosen.BK,
     )  # fmt: skip
     return y
 
 
 def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float) -> Tensor:
     """Expert outputs [M, H] of ``rows`` [M, H] sorted by slot; ``counts`` [S] int64 rows per slot; weight [M]."""
-    return _experts(rows, counts, bank, weight, limit, tiles(rows.shape[0], bank.w1.data.shape[0]))
+    return _experts(rows, counts, bank, weight, limit, tiles(rows.shape[0], sizes_of(bank.w1)[0]))
 
 
 def moe_experts_invariant(
@@ -213,12 +262,29 @@ def moe_experts_invariant(
     return _experts(rows, counts, bank, weight, limit, FIXED)
 
 
+def _gate_up_dense(x: Tensor, w1: Weight, w3: Weight, limit: float) -> Tensor:
+    """The activations by one product with both matrices."""
+    (T, H), I = x.shape, sizes_of(w1)[1]  # noqa: E741
+    both = empty((2, I, H), dtype=bfloat16, device=x.device)
+    for to, w in zip(both, (w1, w3), strict=True):
+        if w.scale is None:
+            to.copy_(w.data)
+        else:
+            write_dense(w, to)
+    sums = x @ both.view(2 * I, H).mT
+    a = empty((T, I), dtype=bfloat16, device=x.device)
+    launch(_activate_rows, (T, blocks(I, 1024)), sums, a, float(limit), WIDTH=I, BLOCK=1024)
+    return a
+
+
 def shared_expert(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float) -> Tensor:
     """The always-on expert. [T, H] → [T, H]."""
-    (T, H), I = x.shape, w1.data.shape[-2]  # noqa: E741
-    chosen = linear_tile(T, I)
-    chosen = chosen if chosen.BT < 128 else tiles(T, 1)[0]  # two sums per output must fit the registers
-    a = _gate_up_of(contiguous(x), None, w1, w3, None, limit, chosen, parts(T, I, H, chosen))
+    (T, H), I = x.shape, sizes_of(w1)[1]  # noqa: E741
+    if x.dtype is bfloat16 and pays_dense(T, w1, w3):
+        return linear(num, _gate_up_dense(x, w1, w3, limit), w2)
+    chosen = linear_tile(T, 2 * I)
+    chosen = chosen._replace(BN=max(128, chosen.BN))  # a block of 64 rows of either matrix
+    a = _gate_up_of(contiguous(x), None, w1, w3, None, limit, chosen, parts(T, 2 * I, H, chosen))
     return product(a, w2, 1, linear_tile(T, w2.data.shape[-2]))
 
 

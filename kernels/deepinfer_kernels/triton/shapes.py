@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.reference.linear import Kind, Weight
+from deepinfer_kernels.reference.linear import TILE, Kind, Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.shapes import Shapes
@@ -50,9 +50,9 @@ _MODULES = (
 )
 _NUM = NUMERICS["fast"]
 #: numbers of tokens of every tile and number of parts: parts halve when tiles of tokens double, up to 8192 of a step
-_TOKENS = (1, 17, 33, 65, 256, 512, 1024, 2048, 4096, 8192)
+_TOKENS = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097, 8192)
 #: mean rows of an expert slot, likewise
-_ROWS = (1, 13, 49)
+_ROWS = (1, 17, 33, 97, 193)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -73,10 +73,10 @@ def _bytes(*shape: int) -> Tensor:
 
 def _weight(*shape: int, kind: Kind) -> Weight:
     *stack, outs, inner = shape
-    if kind == "fp8":
-        return Weight(_bytes(*shape), kind, _bytes(*stack, -(-outs // 32), inner // 32))
-    if kind == "fp4":
-        return Weight(_bytes(*stack, outs, inner // 2), kind, _bytes(*stack, outs, inner // 32), True)
+    if kind in ("fp8", "fp4"):
+        tiles = (*stack, -(-outs // TILE), -(-inner // TILE))
+        code, scale = (TILE * TILE, 8) if kind == "fp8" else (TILE * TILE // 2, 2 * TILE)
+        return Weight(_bytes(*tiles, code), kind, _bytes(*tiles, scale), shape=(outs, inner))
     return Weight(_empty(*shape), kind)
 
 
@@ -96,7 +96,7 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         for outs, inner, kind in s.products:
             yield "linear", (_empty(T, inner), _weight(outs, inner, kind=kind)), {}
         inner = s.N * s.D // s.groups
-        fits = (s.group_out * s.groups) % (32 * s.groups) == 0
+        fits = s.group_out % TILE == 0
         grouped = _weight(s.groups, s.group_out, inner, kind="fp8" if fits else "bf16")
         yield "linear_grouped", (_empty(T, s.groups, inner), grouped), {}
         yield from _attention(s, T)

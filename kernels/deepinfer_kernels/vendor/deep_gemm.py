@@ -54,7 +54,7 @@ def linear(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
     y = flat.new_empty((flat.shape[0], dense.shape[0]), dtype=torch.bfloat16)
     if flat.shape[0]:
         _call("bf16_gemm_nt")(operands.padded(flat.to(torch.bfloat16), _K).contiguous(), dense, y)
-    return num.round(y[:, : weight.data.shape[-2]]).unflatten(0, x.shape[:-1])
+    return num.round(y[:, : weight.sizes[0]]).unflatten(0, x.shape[:-1])
 
 
 def linear_quantised(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
@@ -76,7 +76,7 @@ def linear_grouped(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
     if x.shape[0]:
         a = operands.padded(x.to(torch.bfloat16), _K).contiguous()
         _call("einsum")("bhr,hdr->bhd", a, dense, y)
-    return num.round(y[..., : weight.data.shape[-2]])
+    return num.round(y[..., : weight.sizes[0]])
 
 
 def _operand(weight: Weight) -> tuple[Tensor, Tensor, int]:
@@ -145,7 +145,7 @@ def _experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weig
 
     def times(x: Tensor, w: Weight) -> Tensor:
         apart = x.new_zeros((total, x.shape[-1]), dtype=torch.bfloat16).index_copy_(0, at, x.to(torch.bfloat16))
-        return num.round(product(apart, w, ends).index_select(0, at)[:, : w.data.shape[-2]])
+        return num.round(product(apart, w, ends).index_select(0, at)[:, : w.sizes[0]])
 
     a = moe.swiglu(num, times(rows, bank.w1), times(rows, bank.w3), limit, weight)
     return times(a, bank.w2).contiguous()

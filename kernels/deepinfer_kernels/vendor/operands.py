@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepinfer_kernels.reference import quantise as q
-from deepinfer_kernels.reference.linear import Weight, in_neighbours
+from deepinfer_kernels.reference.linear import Weight
 
 #: E8M0 byte of the scale 1, for groups that hold nothing
 _ONE = 127
@@ -35,7 +35,7 @@ def kept(form: str, weight: Weight, make: Callable[[Weight], Any]) -> Any:
 def codes(weight: Weight) -> tuple[Tensor, Tensor]:
     """(bytes, E8M0 bytes [..., out, in/32]) of an fp8 or fp4 weight: one E4M3 per byte, or two E2M1 in order."""
     if weight.kind == "fp8":
-        data, tiles = (weight.data, weight.scale)
+        data, tiles = (weight.data, None) if weight.scale is None else weight.stored
         if tiles is None:
             if data.dim() > 2:
                 parts = [codes(Weight(part, "fp8")) for part in data]
@@ -45,8 +45,8 @@ def codes(weight: Weight) -> tuple[Tensor, Tensor]:
     assert weight.kind == "fp4", weight.kind
     if weight.scale is None:
         return q.quantise_mxfp4(weight.data.float())
-    packed = in_neighbours(weight.data) if weight.halves else weight.data.view(torch.uint8)
-    return packed, weight.scale.view(torch.uint8)
+    packed, scale = weight.stored
+    return packed.view(torch.uint8), scale.view(torch.uint8)
 
 
 def padded(x: Tensor, multiple: int, dim: int = -1, value: int = 0) -> Tensor:
