@@ -1,4 +1,4 @@
-"""Programs for Ascend 950: they lower without the device, and their vector code computes what the reference does.
+"""Programs for Ascend 950: they lower without the device, and their source computes what the reference does.
 
 ``ascend/emulated.h`` stands for the intrinsics: the source that TileLang writes is compiled for the CPU with it, run
 core by core, and compared with the reference. Needs tilelang and a C++ compiler; what the hardware does is unverified.
@@ -25,7 +25,7 @@ from deepinfer_cli import main as cli
 from deepinfer_kernels.ascend import build, families
 from deepinfer_kernels.ascend.families import Program
 from deepinfer_kernels.ops import OPS
-from deepinfer_kernels.reference import cache, engram, hyper, moe, norm
+from deepinfer_kernels.reference import cache, engram, hyper, linear, moe, norm, quantise
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
 
@@ -52,9 +52,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     folder = tmp_path_factory.mktemp("ascend")
 
     def compiled(source: str) -> ctypes.CDLL:
-        body = re.sub(r"#include <tl_templates[^>]*>\n", "", source).replace("(__ubuf__ uint8_t *)0", "ub_memory")
+        body = re.sub(r"#include <tl_templates[^>]*>\n", "", source)
+        for place, memory in (("ubuf", "ub_memory"), ("cbuf", "l1_memory")):
+            body = body.replace(f"(__{place}__ uint8_t *)0", memory)
+        body = body.replace("(__cc__ float *)0", "(float*)l0c_memory")
         # memory on the core holds NaN before the program runs
-        core = "{ block_idx = core; std::memset(ub_memory, 0xFF, sizeof ub_memory); }"
+        core = (
+            "{ block_idx = core; for (auto* at : {ub_memory, l1_memory, l0c_memory}) std::memset(at, 0xFF, 1 << 18); }"
+        )
         text = f'#include "{EMULATION}"\n{body}\nextern "C" void on_core(int64_t core) {core}\n'
         stem = folder / hashlib.sha256(text.encode()).hexdigest()[:12]
         if not stem.with_suffix(".so").exists():
@@ -67,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
 
     def run(name: str, sizes: dict[str, Any], **values: Any) -> None:
         source = build.lower(program(name, **sizes))
-        header = re.search(r'extern "C" __global__ __vector__ void (\w+)\((.*?)\) \{', source)
+        header = re.search(r'extern "C" __global__ __(?:vector|cube)__ void (\w+)\((.*?)\) \{', source)
         assert header is not None
         library, arguments, names = compiled(source), [], set()
         for parameter in header[2].split(","):
@@ -207,6 +212,38 @@ def test_records_are_the_references_bytes_and_read_back(run, kind, width):
     assert torch.equal(y.nan_to_num(nan=-7.0), values.nan_to_num(nan=-7.0)) and values.isnan().any()
 
 
+@emulated
+@pytest.mark.parametrize(("outs", "inner"), [(32, 160), (320, 128)])
+def test_linear(run, outs, inner):
+    x, w, y = bf(150, inner), bf(outs, inner), poison(150, outs)
+    run("cube.linear", {"OUT": outs, "IN": inner}, X=x, W=w, Y=y, T=150)
+    close(y, linear.linear(FAST, x, linear.Weight(w, "bf16")), 1e-3)
+
+
+@emulated
+def test_linear_of_quantised_operands(run):
+    num = NUMERICS["reference"]
+    x, w, y = bf(130, 256), torch.randn(64, 256), poison(130, 64)
+    data, scale = quantise.quantise_fp8_tiles(w)
+    codes, x_scale = quantise.quantise_q8(x)
+    rows = scale.repeat_interleave(32, 0).contiguous()
+    run("cube.linear_mx", {"OUT": 64, "IN": 256}, X=codes, XS=x_scale, W=data, WS=rows, Y=y, T=130)
+    close(y, linear.linear(num, x, linear.prepare_weight(num, data, scale, "fp8")), 1e-3)
+
+
+@emulated
+def test_grouped_products_take_the_weights_of_their_tile(run):
+    slots = torch.tensor([2, -1, 0, 2], dtype=torch.int32)
+    x, w, y = bf(450, 96), bf(3, 64, 96), torch.full((450, 64), 3.0).bfloat16()
+    run("cube.grouped", {"S": 3, "OUT": 64, "IN": 96}, X=x, W=w, SLOTS=slots, Y=y, M=450, TILES=4)
+    for tile, slot in enumerate(slots.tolist()):
+        part = slice(tile * 128, min(450, (tile + 1) * 128))
+        if slot < 0:
+            assert (y[part] == 3.0).all()
+        else:
+            close(y[part], x[part] @ w[slot].mT, 1e-3)
+
+
 @needs_tilelang
 @pytest.mark.parametrize(
     ("name", "sizes", "said"),
@@ -230,7 +267,7 @@ def test_sources_are_written_once_and_a_damaged_one_again(tmp_path, monkeypatch)
     wanted = [program("rows.rms_norm", H=64), program("records.pack_rows", D=64, KIND="index")]
     assert [b.status for b in build.plan(wanted, tmp_path)] == ["missing", "missing"] and not list(tmp_path.iterdir())
     made = build.build(wanted, tmp_path)
-    assert [(b.status, b.detail) for b in made] == [("source-only", families.EMULATED_LABEL)] * 2
+    assert [(b.status, b.detail) for b in made] == [("source-only", families.LABEL)] * 2
     assert all(b.path is not None and "__vector__" in b.path.read_text() for b in made)
     again = build.build(wanted, tmp_path)
     assert [(b.path, b.seconds) for b in again] == [(b.path, 0.0) for b in made]

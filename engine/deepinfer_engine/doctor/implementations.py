@@ -79,16 +79,9 @@ def check_ascend(profile: Profile | None, platform: str) -> Sequence[Finding]:
 
     if "ascend950" not in (platform, profile.hardware.platform if profile is not None else None):
         return []
-    by_label: dict[str, list[str]] = defaultdict(list)
-    for op, names in families.OPERATIONS.items():
-        emulated = all(name.partition(".")[0] in families.EMULATED for name in names)
-        by_label[families.EMULATED_LABEL if emulated else families.LABEL].append(op)
-    by_label[families.NO_FORM] = families.without_form()
-    lines = [f"{label}: {', '.join(ops)}" for label, ops in by_label.items()]
-    count = len(families.OPERATIONS)
-    found = (
-        f"{count} operations have AscendC sources, {len(by_label[families.NO_FORM])} have none; no step runs on an NPU"
-    )
+    have, without = families.OPERATIONS, families.without_form()
+    lines = [f"{families.LABEL}: {', '.join(have)}", f"{families.NO_FORM}: {', '.join(without)}"]
+    found = f"{len(have)} operations have AscendC sources, {len(without)} have none; no step runs on an NPU"
     fix = "deepinfer build-kernels --target ascend950 writes the sources; steps run on sm90, sm100 and cpu"
     return [warned("Ascend kernels", found, fix, lines)]
 

@@ -57,7 +57,7 @@ def find(program: Program, cache: Path, ending: str = "asc") -> Path | None:
 
 def plan(wanted: Iterable[Program], cache: Path) -> list[Built]:
     """What ``build`` would find or have to do; nothing is written."""
-    return [_found(p, cache) or Built(p.name, p.ops, "missing", 0.0, None, p.label) for p in wanted]
+    return [_found(p, cache) or Built(p.name, p.ops, "missing", 0.0, None, families.LABEL) for p in wanted]
 
 
 def _found(program: Program, cache: Path) -> Built | None:
@@ -67,7 +67,7 @@ def _found(program: Program, cache: Path) -> Built | None:
         return Built(program.name, program.ops, "cached", 0.0, binary, "binary unverified")
     source = find(program, cache)
     if source is not None and families.bisheng() is None:
-        return Built(program.name, program.ops, "source-only", 0.0, source, program.label)
+        return Built(program.name, program.ops, "source-only", 0.0, source, families.LABEL)
     return None
 
 
@@ -96,7 +96,7 @@ def _build(program: Program, cache: Path) -> Built:
         if path is None:
             path = _write(program, lower(program).encode(), cache, "asc")
         if families.bisheng() is None:
-            return Built(program.name, program.ops, "source-only", time.perf_counter() - began, path, program.label)
+            return Built(program.name, program.ops, "source-only", time.perf_counter() - began, path, families.LABEL)
         binary = _write(program, _compiled(path.read_text()), cache, "aibin")
     except Exception as exc:  # whatever a compiler raises is this program's result, the others go on
         lines = [line.strip() for line in str(exc).splitlines() if line.strip()]

@@ -1,6 +1,6 @@
 """TileLang programs of matrix products for Ascend 950: tiles of both operands in L1, sums in L0C, f32.
 
-Rows are padded by the caller to the height of a tile, which is also what keeps the experts' rows apart.
+The last tile of rows may be short. Rows of an expert begin on the height of a tile, which is what keeps them apart.
 """
 
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -30,7 +30,7 @@ def linear(*, OUT: int, IN: int) -> Any:
             a = T.alloc_l1((ROWS, step), _BF16)
             b = T.alloc_l1((wide, step), _BF16)
             c = T.alloc_l0c((ROWS, wide), _F32)
-            for tile in T.Persistent([rows // ROWS * across], CORES, core, group_size=1):
+            for tile in T.Persistent([T.ceildiv(rows, ROWS) * across], CORES, core, group_size=1):
                 m = tile // across * ROWS
                 n = tile % across * wide
                 for k in T.Pipelined(IN // step, num_stages=2):
@@ -60,7 +60,7 @@ def linear_mx(*, OUT: int, IN: int) -> Any:
             sa = T.alloc_l1((ROWS, STEP // 32), "float8_e8m0fnu")
             sb = T.alloc_l1((wide, STEP // 32), "float8_e8m0fnu")
             c = T.alloc_l0c((ROWS, wide), _F32)
-            for tile in T.Persistent([rows // ROWS * across], CORES, core, group_size=1):
+            for tile in T.Persistent([T.ceildiv(rows, ROWS) * across], CORES, core, group_size=1):
                 m = tile // across * ROWS
                 n = tile % across * wide
                 for k in T.Pipelined(IN // STEP, num_stages=2):

@@ -35,12 +35,8 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "shared_expert": ("cube.linear", "rows.swiglu"),
     "moe_experts": ("cube.grouped", "rows.swiglu"),
 }
-#: programs whose source was run by an emulation of the intrinsics and agrees with the reference
-EMULATED = frozenset({"rows", "records"})
-LABEL = "compiles to AscendC source; binary and numerics unverified"
-EMULATED_LABEL = (
-    "compiles to AscendC source, whose arithmetic agrees with the reference in an emulation; binary unverified"
-)
+#: what is known of every source: tests run it with an emulation of the intrinsics
+LABEL = "compiles to AscendC source, right in an emulation on the CPU; binary and numerics unverified"
 NO_FORM = "no Ascend form: reference through torch_npu, unverified"
 BISHENG = "source the set_env.sh of CANN 9.2 or newer"
 
@@ -56,11 +52,6 @@ class Program:
     @property
     def module(self) -> str:
         return self.name.partition(".")[0]
-
-    @property
-    def label(self) -> str:
-        """What is known of the source."""
-        return EMULATED_LABEL if self.module in EMULATED else LABEL
 
     def stem(self) -> str:
         """The part of a file name that says what is in it."""

@@ -406,6 +406,16 @@ def test_operation_without_an_implementation_fails_with_the_reasons():
     assert finding.status == "fail" and "atend" in finding.found
 
 
+def test_ascend_operations_are_listed_with_what_is_known_of_them():
+    assert implementations.check_ascend(None, "sm90") == []
+    for asked in ((None, "ascend950"), (profile("decode-ep64-ascend950"), "cpu")):
+        (finding,) = implementations.check_ascend(*asked)
+        assert finding.status == "warn" and "no step runs on an NPU" in finding.found
+        known, without = finding.details
+        assert "binary and numerics unverified: rms_norm" in known and "reference through torch_npu" in without
+        assert "attend_cached" in without and "linear" in known
+
+
 def test_kernel_cache_must_be_a_writable_folder(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     machine = Machine(tmp_path, environ=environ)

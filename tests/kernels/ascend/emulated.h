@@ -59,7 +59,7 @@ struct float_e4m3_t {  // S EEEE MMM, bias 7, no infinity, 0x7F is NaN
 enum event_t : int {};
 enum asc_load_l2_cache_mode : int {};
 enum asc_store_l2_cache_mode : int {};
-enum { PIPE_S, PIPE_V, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
+enum { PIPE_S, PIPE_V, PIPE_M, PIPE_FIX, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
 static int64_t block_idx;
 alignas(512) static uint8_t ub_memory[256 * 1024];
 static struct { uint32_t x, y, z; } threadIdx;
@@ -141,3 +141,78 @@ template <class T> void vsts_pack_b32(vector_bf16 a, T* at, int offset, vector_b
   for (int i = 0; i < LANES; ++i) at[offset + i] = a.lane[2 * i];
 }
 }  // namespace simd_inst
+
+// ------------------------------------------------------------------ the cube
+// L1 keeps tiles in fractals: columns of 32 bytes, rows of the whole tile below each other in one. L0C is row-major here.
+#define __cbuf__
+#define __cc__
+#define __cube__
+enum asc_unit_flag_mode : int {};
+enum asc_quant_mode : int {};
+enum asc_relu_pre_mode : int {};
+alignas(512) static uint8_t l1_memory[512 * 1024];
+alignas(512) static uint8_t l0c_memory[256 * 1024];
+static int tile_rows;
+
+inline void asc_set_gm2l1_nz_para(int, int, uint16_t rows, int) { tile_rows = rows; }
+template <class T>
+void asc_copy_gm2l1_nd2nz(T* to, const T* from, int64_t stride, asc_load_l2_cache_mode, int rows, int columns, int, int) {
+  constexpr int C0 = 32 / sizeof(T);
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; ++c)
+      std::memcpy(&to[c / C0 * tile_rows * C0 + r * C0 + c % C0], (const uint8_t*)from + r * stride + c * sizeof(T), sizeof(T));
+}
+// scales, two bytes of a row in one value: 16 rows of a column beside each other, then the next column
+template <class T>
+void asc_copy_gm2l1_dn2nz(T* to, const T* from, int64_t stride, asc_load_l2_cache_mode, int columns, int rows, int, int) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; ++c)
+      std::memcpy(&to[(r / 16 * tile_rows + c) * 16 + r % 16], (const uint8_t*)from + r * stride + c * sizeof(T), sizeof(T));
+}
+struct asc_fill_config { uint64_t repeat, blk_num, dst_gap; };
+template <class T> void asc_fill_l1(T* to, uint32_t value, asc_fill_config how) {  // blocks of 32 bytes
+  assert(value == 0);
+  uint8_t* at = (uint8_t*)to;
+  for (uint64_t i = 0; i < how.repeat; ++i, at += (how.blk_num + how.dst_gap) * 32) std::memset(at, 0, how.blk_num * 32);
+}
+template <class T> float fractal(const T* tile, int rows, int r, int c) {
+  constexpr int C0 = 32 / sizeof(T);
+  return float(tile[c / C0 * rows * C0 + r * C0 + c % C0]);
+}
+template <int M, int K, int N, int SUB, bool TRANSPOSED, class T>
+void ascend_gemm_l1(float* to, const T* a, const T* b, int clear, int, int) {
+  static_assert(TRANSPOSED && K % SUB == 0);
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) {
+      float sum = clear ? 0.0f : to[m * N + n];
+      for (int k = 0; k < K; ++k) sum += fractal(a, M, m, k) * fractal(b, N, n, k);
+      to[m * N + n] = sum;
+    }
+}
+inline void asc_set_l0c_copy_nz_para(int, int, int) {}
+inline void asc_copy_l0c2gm(bfloat16_t* to, const float* from, int columns, int rows, int stride, int, asc_store_l2_cache_mode,
+                            asc_unit_flag_mode, asc_quant_mode, asc_relu_pre_mode, int, int, int, int) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; ++c) to[r * stride + c] = bfloat16_t(from[r * columns + c]);
+}
+
+struct fp8_e4_t {
+  uint8_t byte;
+  operator float() const { tl::float_e4m3_t x(0.0f); x.byte = byte; return x; }
+};
+using fp8_e8_t = uint8_t;
+using float8_e4m3_t = fp8_e4_t;
+using float8_e8m0fnu = uint8_t;
+template <int M, int K, int N, int SUB, bool TRANSPOSED, int PACK, class T, class S, class C>
+void ascend_blockscaled_gemm_l1(C* to, const T* a, const T* b, const S* sa, const S* sb, int clear, int, int, int) {
+  static_assert(TRANSPOSED && PACK == 2);
+  auto scale = [](const S* s, int r, int k) {
+    return std::ldexp(1.0f, int(s[((r / 16 * (K / 64) + k / 64) * 16 + r % 16) * 2 + k / 32 % 2]) - 127);
+  };
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) {
+      float sum = clear ? 0.0f : to[m * N + n];
+      for (int k = 0; k < K; ++k) sum += fractal(a, M, m, k) * scale(sa, m, k) * fractal(b, N, n, k) * scale(sb, n, k);
+      to[m * N + n] = sum;
+    }
+}
