@@ -35,9 +35,9 @@ class Tile(NamedTuple):
 
 
 #: tiles of the two programs by the mean number of rows of a slot: reading weights, decoding them, the tensor cores
-_FEW = (Tile(32, 128, 5, ahead=False, alone=False, share=2), Tile(32, 128, 5, ahead=False, alone=False, share=2))
-_SOME = (Tile(64, 128, 3, ahead=False, alone=False, share=2), Tile(64, 128, 3, ahead=False, alone=False, share=2))
-_MANY = (Tile(256, 64, 5), Tile(256, 64, 4))
+_FEW = (Tile(32, 128, 4, ahead=False, alone=False, share=2), Tile(32, 128, 4, ahead=False, alone=False, share=2))
+_SOME = (Tile(64, 128, 3, False, False, 2, GRAIN=16), Tile(64, 128, 3, False, False, 2, GRAIN=16))
+_MANY = (Tile(256, 64, 4, GRAIN=32), Tile(256, 64, 4, GRAIN=32))
 #: mean rows of a slot, one of each class
 _MEANS = (1, 25, 200)
 

@@ -95,8 +95,11 @@ def _load(call: Call) -> Any:
 
 
 def _runtime() -> None:
-    """Load what registers CUDA modules with tvm_ffi; a fraction of tilelang, whose import takes seconds."""
+    """Load what registers CUDA modules and TMA's descriptors with tvm_ffi, without the import that takes seconds."""
     spec = importlib.util.find_spec("tilelang")
     if spec is None or spec.origin is None:
         raise NotBuilt("tilelang is not installed: pip install 'deepinfer-cli[tilelang]'")
-    ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
+    try:
+        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtilelang.so"), ctypes.RTLD_GLOBAL)
+    except OSError as exc:
+        raise NotBuilt(f"tilelang cannot be loaded ({exc}): pip install 'deepinfer-cli[tilelang]'") from None
