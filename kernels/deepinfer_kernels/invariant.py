@@ -300,8 +300,9 @@ AS_THEY_ARE = frozenset({
     "prepare_weight", "embed", "embed_streams", "rope", "dispatch_permute", "dispatch_rows",
     "count_choices", "moe_combine", "quantise_index_query", "index_weights",
     "candidate_blocks", "restrict_to_candidates", "select_topk", "pack_rows", "unpack_rows", "store_rows", "load_rows",
-    "store_pairs", "entry_slots", "window_places",
-    "engram_hash", "token_classes", "dequantise_table", "engram_lookup", "sample", "adjust_logits", "token_logprobs",
+    "store_pairs", "entry_slots", "window_places", "pair_places",
+    "engram_hash", "token_classes", "dequantise_table", "engram_lookup", "sample", "next_tokens",
+    "adjust_logits", "token_logprobs",
     "dspark_confidence", "dspark_split", "verify_rows", "draft_sample", "adjust_verify_logits", "accept_drawn",
     "accept_rejection", "truncate_emitted",
 })  # fmt: skip

@@ -20,6 +20,11 @@ def window_rows(ops: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor, si
     return ops.unpack_rows(packed, "window"), packed
 
 
+def mhc_collapse_norm(ops: Any, X: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Weighted sum, norm."""
+    return ops.rms_norm(ops.mhc_collapse(X, pre), weight, eps)
+
+
 def store_entries(
     ops: Any,
     x: Tensor,
@@ -83,5 +88,14 @@ def embed_streams(ops: Any, ids: Tensor, table: Tensor, streams: int) -> tuple[T
 #: what this module computes, by operation
 OPERATIONS: dict[str, Callable] = {
     f.__name__: f
-    for f in (window_rows, store_entries, store_pairs, pool_cached, dispatch_rows, engram_lookup, embed_streams)
+    for f in (
+        window_rows,
+        mhc_collapse_norm,
+        store_entries,
+        store_pairs,
+        pool_cached,
+        dispatch_rows,
+        engram_lookup,
+        embed_streams,
+    )
 }

@@ -110,6 +110,7 @@ def _triton(module: str, name: str) -> list[Implementation]:
             triton.missing,
             safe,
             bound=triton.reading,
+            tolerance=triton.TOLERANCES.get(name),
         )
         for form, safe in forms.items()
     ]

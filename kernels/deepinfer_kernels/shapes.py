@@ -15,7 +15,7 @@ class Shapes:
     ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed. ``hash``: (n-gram
     orders, heads, width of a table row) of the hash memory, None without one; ``heads``: (outputs, inputs) of products
     with f32 results; ``tables``: widths of embeddings; ``choice``: (entries, entries of a block, blocks) that index
-    sources select.
+    sources select; ``drafts``: tokens of a draft block, 0 without one.
     """
 
     H: int
@@ -36,3 +36,4 @@ class Shapes:
     heads: tuple[tuple[int, int], ...]
     tables: tuple[int, ...]
     choice: tuple[int, int, int]
+    drafts: int

@@ -71,6 +71,8 @@ def cases() -> Iterator[OpCase]:
 
     table = bf(V, H)
     yield case("embed_streams", f"T{T}", 10 * T * H, lambda: (ids(V, T), table, C))
+    pre = torch.rand(T, C, device="cuda")
+    yield case("mhc_collapse_norm", f"T{T}", 10 * T * H, lambda: (bf(T, C, H), pre, bf(H), 1e-20))
     yield case("rope_angles", f"T{T}", T * 600, lambda: (ids(1 << 20, T), torch.rand(DR // 2, device="cuda")))
     angles = (torch.rand(T, DR // 2, device="cuda"), torch.rand(T, DR // 2, device="cuda"))
     yield case("window_rows", f"T{T}", 5 * T * D, lambda: (bf(T, D), bf(D), 1e-20, *angles))
@@ -122,9 +124,43 @@ def cases() -> Iterator[OpCase]:
             lambda rows=rows: (bf(rows, H), ids(E, rows, K), torch.rand(rows, K, device="cuda"), E),
         )  # fmt: skip
         yield case("count_choices", f"L40 T{rows} E{E}", 320 * rows * K, lambda rows=rows: (ids(E, 40, rows, K), E))
+    yield from _drawing(case)
     head = Weight(bf(V, H), "bf16")
     for rows in (1, T):
         yield case("head_logits", f"T{rows} V{V}", 2 * V * H, lambda rows=rows: (bf(rows, H), head))
+
+
+def _drawing(case: Callable[..., OpCase]) -> Iterator[OpCase]:
+    """Logits of a standard deviation of 3: a top-p of 0.95 keeps some thousand tokens."""
+
+    def filters(**given: float) -> dict[str, Tensor]:
+        base = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0) | given
+        kinds = dict(top_k=torch.int64, seed=torch.int64, position=torch.int64)
+        return {k: torch.full((T,), v, dtype=kinds.get(k, torch.float32), device="cuda") for k, v in base.items()}
+
+    size = 4 * T * V
+    yield case("next_tokens", f"greedy T{T} V{V}", size, lambda: (3 * f32(T, V), None, None))
+    for what, given in (("plain", {}), ("top_p", {"top_p": 0.95}), ("top_k", {"top_k": 50}),
+                        ("all", {"temperature": 0.6, "top_k": 400, "top_p": 0.95, "min_p": 0.01})):  # fmt: skip
+        yield case("next_tokens", f"{what} T{T} V{V}", size, lambda g=given: (3 * f32(T, V), None, filters(**g)))
+    draft = {**filters(top_p=0.95), "coupled": False}
+    yield case("draft_sample", f"T{T} V{V}", 2 * size, lambda: (3 * f32(T, V),), **draft)
+    hidden = {k: torch.zeros(0, device="cuda") for k in ("count", "presence", "frequency", "repetition", "bias")}
+    hidden |= {k: ids(9, 0) for k in ("row", "token", "bias_row", "bias_token")}
+    hidden |= {"mask_row": torch.arange(T, device="cuda"), "mask": ids(1 << 31, T, V // 32).int()}
+    yield case("adjust_logits", f"masks T{T} V{V}", 2 * size, lambda: (f32(T, V),), **hidden)
+    yield case("token_logprobs", f"top 20 T{T} V{V}", size, lambda: (3 * f32(T, V), ids(V, T)), top=20)
+    J = 5
+    yield case("dspark_confidence", f"B{T}", 40 * T, lambda: (f32(T, J), torch.ones(2, J, device="cuda"), ids(2, T)))
+    order = torch.arange(T, device="cuda")
+    yield case(
+        "dspark_split", f"B{T}", 40 * T, lambda: (torch.rand(T, J, device="cuda"), ids(J + 1, T), order, order[T // 2])
+    )
+    length = ids(J + 1, T)
+    yield case("verify_rows", f"B{T}", 160 * T, lambda: (length,), total=T * (J + 1))
+    yield case("accept_drawn", f"B{T}", 160 * T, lambda: (ids(9, T * (J + 1)), ids(9, T, J), order * (J + 1), length))
+    emitted = {"stop": ids(9, T, 2), "room": ids(99, T)}
+    yield case("truncate_emitted", f"B{T}", 80 * T, lambda: (ids(9, T, J + 1), length), **emitted)
 
 
 def host_us(call: Callable[[], Any], calls: int = 60) -> float:

@@ -17,7 +17,9 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton: pip install 'deepinfer-cli[cuda]'", allow_module_level=True)
 
-CASES = [str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py")]
+CASES = [
+    str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py", "triton_draw_cases.py")
+]
 
 
 def run(**environment: str) -> None:

@@ -41,6 +41,7 @@ def same(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def near(name: str, *args: Any, **kwargs: Any) -> None:
+    """The Triton form has the reference's values within its tolerance."""
     check(name, run(name, *args, **kwargs), getattr(REFERENCE, name)(*args, **kwargs))
 
 
@@ -143,6 +144,27 @@ def test_window_rows_are_found_in_the_step_in_the_ring_or_hidden():
         for rings in (torch.tensor([1, 4, 2]), None):
             same("window_places", position, row, spans, rings, width=width, ring=134)
     same("window_places", position[:0], row[:0], spans, None, width=4, ring=134)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 300])
+def test_partners_of_pairs_are_found(n: int):
+    torch.manual_seed(n)
+    second, from_ring = torch.randint(0, 400, (n,)), torch.rand(n) < 0.5
+    position, row = torch.randint(0, 9999, (400,)), torch.randint(0, 4, (400,))
+    position[:50] = torch.arange(50) % 2
+    blocks = torch.randint(-1, 99999, (400,))
+    same("pair_places", second, from_ring, position, row, torch.tensor([3, 1, 9, 2]), blocks, ring=7)
+
+
+@pytest.mark.parametrize("T", [0, 1, 20])
+def test_streams_are_collapsed_and_normed(T: int):
+    torch.manual_seed(T)
+    for C, H in ((4, 160), (1, 64), (3, 300)):
+        X, pre = bf(T, C, H), torch.rand(T, C)
+        if T:
+            X[0] = 0
+        for weight in (bf(H), torch.rand(H)):
+            near("mhc_collapse_norm", X, pre, weight, 1e-20)
 
 
 def test_angles_agree_far_from_zero():
@@ -310,6 +332,7 @@ BY_ROWS: dict[str, Any] = {
     "embed": lambda: ((torch.randint(0, 50, (40,)), bf(50, 200)), (0,)),
     "embed_streams": lambda: ((torch.randint(0, 50, (40,)), bf(50, 200), 4), (0,)),
     "window_rows": lambda: ((bf(40, 64), bf(64), 1e-6, *angles(40, 8)), (0, 3, 4)),
+    "mhc_collapse_norm": lambda: ((bf(40, 4, 160), torch.rand(40, 4), bf(160), 1e-6), (0, 1)),
     "pool_pairs": lambda: (tuple((torch.randn(40, 96), torch.randn(40, 96)) for _ in range(2)), ()),
     "engram_gate": lambda: ((bf(40, 4, 160), bf(40, 800), bf(4, 160), bf(4, 160), None, 1e-20), (0, 1)),
     "engram_lookup": lambda: ((quantise.pack_window(bf(50, 32))[:, :32].contiguous(),

@@ -124,7 +124,7 @@ class CedModel:
             step.probe("engram_ids", plan.layer, ids)
             step.probe("engram_gate", plan.layer, gate)
             step.probe("x_engram", plan.layer, X)
-        x = ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps)
+        x = ops.mhc_collapse_norm(X, pre, layer.attn.norm, c.rms_norm_eps)
         step.probe("attn_in", plan.layer, x)
         if plan.layer == c.cut and phase.query is not None:
             X = X[phase.query]
@@ -137,7 +137,7 @@ class CedModel:
         X = ops.mhc_expand(X, y, post, comb)
         step.probe("x_mid", plan.layer, X)
         pre_f, post, comb = mixes(c, ops, X, layer.hc_ffn)
-        x = ops.rms_norm(ops.mhc_collapse(X, pre_a), layer.ffn.norm, c.rms_norm_eps)
+        x = ops.mhc_collapse_norm(X, pre_a, layer.ffn.norm, c.rms_norm_eps)
         step.probe("ffn_in", plan.layer, x)
         y = self._moe(layer, x, phase, step)
         step.probe("ffn_out", plan.layer, y)
@@ -155,7 +155,7 @@ class CedModel:
     def end_at_cut(self, layer: Layer, X: Tensor, pre: Tensor, step: Step) -> Out:
         """Write the cut layer's KV and stop: an earlier chunk of a trimmed prefill. The result has no rows."""
         c, ops = self.config, step.ops
-        write_kv(c, layer, ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, c.rms_norm_eps), step)
+        write_kv(c, layer, ops.mhc_collapse_norm(X, pre, layer.attn.norm, c.rms_norm_eps), step)
         load_LE = X.new_zeros((c.num_hidden_layers, c.n_routed_experts), dtype=torch.int64)
         if c.cut:
             load_LE[: c.cut] = step.load(c.n_routed_experts)

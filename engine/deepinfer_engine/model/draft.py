@@ -138,11 +138,11 @@ class DraftModel:
         """One draft block on X [B·γ, C, H]; context at ring ``rows`` [B, W] where ``mask``."""
         c, eps = self.config, self.config.rms_norm_eps
         pre_a, post, comb = mixes(c, ops, X, layer.hc_attn)
-        x = ops.rms_norm(ops.mhc_collapse(X, pre), layer.attn.norm, eps)
+        x = ops.mhc_collapse_norm(X, pre, layer.attn.norm, eps)
         y = self._attention(layer, x, rope, rows, mask, kv, ops)
         X = ops.mhc_expand(X, y, post, comb)
         pre_f, post, comb = mixes(c, ops, X, layer.hc_ffn)
-        x = ops.rms_norm(ops.mhc_collapse(X, pre_a), layer.ffn.norm, eps)
+        x = ops.mhc_collapse_norm(X, pre_a, layer.ffn.norm, eps)
         chosen = route(c, ops, x, layer.ffn, layer.ffn.bias, c.dspark_num_experts_per_tok)
         y = run_experts(c, ops, self.mesh, stage, x, layer.ffn, chosen, position)
         return ops.mhc_expand(X, y, post, comb), pre_f

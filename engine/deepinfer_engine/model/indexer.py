@@ -91,4 +91,8 @@ def _score(
         step.probe("index_score", plan.layer, torch.cat(raw, 1))
         if blocks:
             step.probe("candidates", plan.layer, torch.cat(blocks, 1))
-    return torch.cat(chosen, 1), torch.cat(blocks, 1) if blocks else None
+    return _joined(chosen), _joined(blocks) if blocks else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -66,4 +66,5 @@ def kernel_shapes(config: ModelConfig, profile: Profile) -> Shapes:
         heads=tuple(heads),
         tables=tuple(tables),
         choice=(c.index_topk, c.candidate_block_size, c.candidate_topk_blocks),
+        drafts=c.dspark_block_size if c.num_nextn_predict_layers else 0,
     )

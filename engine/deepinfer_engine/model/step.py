@@ -255,13 +255,11 @@ class Step:
         ring = torch.tensor(from_ring, dtype=torch.bool).to(device, non_blocking=True)
         if floating is not None:
             ring.index_fill_(0, floating.first_F, True)
-        size = self.layout.pair_ring
-        position = self.batch.pos_T[index] - 1
-        slot = self.batch.ring_slot_B[self.batch.row_T[index]] * size + position % size
-        entry = self.batch.block_slot_T[index]
-        entry = torch.where((position % 2 == 1) | (entry < 0), -1, entry // 2)
-        any_ring = floating is not None or any(from_ring)
-        return PairPlan(index, torch.where(ring, index, index - 1), slot, ring, any_ring, position, entry)
+        b, any_ring = self.batch, floating is not None or any(from_ring)
+        partner, slot, position, entry = self.ops.pair_places(
+            index, ring, b.pos_T, b.row_T, b.ring_slot_B, b.block_slot_T, ring=self.layout.pair_ring
+        )
+        return PairPlan(index, partner, slot, ring, any_ring, position, entry)
 
 
 def _ignore(name: str, layer: int, value: Tensor) -> None:

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_engine.spec.accept import NO_TOKEN, NON_FINITE, NOTHING_ALLOWED, VerifyInputs
+from deepinfer_engine.spec.accept import NO_TOKEN, VerifyInputs
 from deepinfer_engine.types import Sequence
+from deepinfer_kernels.reference.sample import NON_FINITE as NON_FINITE
+from deepinfer_kernels.reference.sample import NOTHING_ALLOWED as NOTHING_ALLOWED
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,8 @@ class Sampler:
     @torch.inference_mode()
     def draw(self, logits: Tensor, inputs: DrawInputs) -> Draws:
         """One id per row of logits f32 [B, V]. Waits for nothing."""
-        finite = torch.isfinite(logits).all(-1)
-        adjusted = logits if inputs.adjust is None else self.ops.adjust_logits(logits, **inputs.adjust)
-        if inputs.filters is None:
-            ids = adjusted.argmax(-1)
-        else:
-            ids = self.ops.sample(adjusted, **inputs.filters, all_greedy=False)
-        if inputs.adjust is not None:
-            ids = torch.where((adjusted > float("-inf")).any(-1), ids, NOTHING_ALLOWED)
-        ids = torch.where(finite, ids, NON_FINITE)
+        adjusted = None if inputs.adjust is None else self.ops.adjust_logits(logits, **inputs.adjust)
+        ids = self.ops.next_tokens(logits, adjusted, inputs.filters)
         if inputs.wanted is None:
             return Draws(ids)
         chosen = ids[inputs.wanted].clamp(min=0)

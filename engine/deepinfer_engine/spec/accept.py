@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from deepinfer_kernels.reference.sample import NON_FINITE as NON_FINITE
+from deepinfer_kernels.reference.sample import NOTHING_ALLOWED as NOTHING_ALLOWED
 from deepinfer_kernels.reference.speculate import NO_TOKEN as NO_TOKEN
 
 Mode = Literal["coupled", "rejection"]
 
-#: a drawn id below zero: the row's logits were not finite; no token was allowed
-NON_FINITE, NOTHING_ALLOWED = -1, -2
 #: ``Verdict.ended``: goes on, drew a stop id, reached its length, could not be sampled
 GOES_ON, STOPPED, FULL, FAILED = 0, 1, 2, 3
 
@@ -100,14 +100,15 @@ def verify(
     adjusted = logits
     if inputs.adjust is not None:
         adjusted = ops.adjust_verify_logits(logits, drafts=drafts.ids, first=first, length=length, **inputs.adjust)
-    failed = _failures(logits, adjusted, adjusted is not logits)
     drawn = None
     if mode == "coupled" or inputs.filters is None:
         # greedy rejection is the same rule: p and q are points
-        drawn = torch.where(failed < 0, failed, _draw(ops, adjusted, first, inputs.filters))
+        own = None if adjusted is logits else adjusted
+        drawn = ops.next_tokens(logits, own, _of_rows(inputs.filters, first, logits.shape[0]))
         tokens, accepted = ops.accept_drawn(drawn, drafts.ids, first, length)
     else:
         assert drafts.logprobs is not None, "rejection needs the distributions the drafts were drawn from"
+        failed = _failures(logits, adjusted, adjusted is not logits)
         tokens, accepted = ops.accept_rejection(
             adjusted, drafts=drafts.ids, draft_logprobs=drafts.logprobs, failed=failed, first=first, length=length,
             **inputs.filters,
@@ -124,12 +125,12 @@ def _failures(logits: Tensor, adjusted: Tensor, was_adjusted: bool) -> Tensor:
     return torch.where(torch.isfinite(logits).all(-1), failed, NON_FINITE)
 
 
-def _draw(ops: Any, logits: Tensor, first: Tensor, filters: dict[str, Tensor] | None) -> Tensor:
-    """int64 [T]: what plain sampling draws from each verify row at its own position."""
+def _of_rows(filters: dict[str, Tensor] | None, first: Tensor, total: int) -> dict[str, Tensor] | None:
+    """The filters of each of ``total`` verify rows, with its own position."""
     if filters is None:
-        return logits.argmax(-1)
-    t = torch.arange(logits.shape[0], device=logits.device)
+        return None
+    t = torch.arange(total, device=first.device)
     row = (torch.searchsorted(first, t, right=True) - 1).clamp(min=0)
     per_row = {name: value[row] for name, value in filters.items()}
     per_row["position"] = per_row["position"] + t - first[row]
-    return ops.sample(logits, **per_row, all_greedy=False)
+    return per_row

@@ -96,6 +96,30 @@ def entry_slots(
     return torch.where(entries < 0, -1, block * per_block + e % per_block)
 
 
+def pair_places(
+    num: Numerics,
+    second: Tensor,
+    from_ring: Tensor,
+    position: Tensor,
+    row: Tensor,
+    rings: Tensor,
+    blocks: Tensor,
+    *,
+    ring: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of pairs whose second tokens are rows ``second`` [n] of the step, int64 [n] each:
+
+    the row of the first token (the second's own where ``from_ring``), its slot in the pair ring, its position, and the
+    pair's entry slot, −1 where it is not kept or the second token has an even position. position, row, blocks [T]:
+    position, batch row and ratio-1 entry slot of every token; rings [B]: ring slot of a row, of ``ring`` pairs.
+    """
+    first = position[second] - 1
+    slot = rings[row[second]] * ring + first % ring
+    entry = blocks[second]
+    entry = torch.where((first % 2 == 1) | (entry < 0), -1, entry // 2)
+    return torch.where(from_ring, second, second - 1), slot, first, entry
+
+
 def window_places(
     num: Numerics,
     position: Tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_kernels.reference.norm import rms_norm
 from deepinfer_kernels.reference.numerics import Numerics
 
 
@@ -41,6 +42,11 @@ def sinkhorn(logits: Tensor, eps: float, iters: int) -> Tensor:
 def mhc_collapse(num: Numerics, X: Tensor, pre: Tensor) -> Tensor:
     """Σ_c pre_c · X_c → [T, H] in the activation dtype."""
     return num.round((pre.unsqueeze(-1) * X.float()).sum(1))
+
+
+def mhc_collapse_norm(num: Numerics, X: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``mhc_collapse``, then RMSNorm by weight [H] → [T, H]."""
+    return rms_norm(num, mhc_collapse(num, X, pre), weight, eps)
 
 
 def mhc_expand(num: Numerics, X: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:

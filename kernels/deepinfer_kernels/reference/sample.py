@@ -15,6 +15,9 @@ from deepinfer_kernels.reference.numerics import Numerics
 #: stream ids; plain sampling and coupled verification share TARGET
 TARGET, DRAFT, ACCEPT = 0, 1, 2
 
+#: ids of a row that cannot be drawn: its logits were not finite; no token was allowed
+NON_FINITE, NOTHING_ALLOWED = -1, -2
+
 _M32 = 0xFFFFFFFF
 _MUL0, _MUL1 = 0xD2511F53, 0xCD9E8D57
 _WEYL0, _WEYL1 = 0x9E3779B9, 0xBB67AE85
@@ -148,3 +151,16 @@ def sample(
         return logits.argmax(-1)
     logprobs = target_logprobs(num, logits, temperature, top_k, top_p, min_p)
     return draw(num, logprobs, seed, position, TARGET)
+
+
+def next_tokens(num: Numerics, logits: Tensor, adjusted: Tensor | None, filters: dict[str, Tensor] | None) -> Tensor:
+    """Next token ids int64 [B] by the logits f32 [B, V], or by what ``adjust_logits`` made of them.
+
+    ``filters`` are the [B] parameters of ``sample``; None: every row is greedy. A row gets ``NON_FINITE`` where a logit
+    is not finite, ``NOTHING_ALLOWED`` where the adjusted ones are all −inf.
+    """
+    used = logits if adjusted is None else adjusted
+    ids = used.argmax(-1) if filters is None else sample(num, used, **filters, all_greedy=False)
+    if adjusted is not None:
+        ids = torch.where((adjusted > float("-inf")).any(-1), ids, NOTHING_ALLOWED)
+    return torch.where(torch.isfinite(logits).all(-1), ids, NON_FINITE)

@@ -36,6 +36,7 @@ from deepinfer_kernels.triton.launch import Call
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",
@@ -67,7 +68,8 @@ class Kernel:
                 constants.append((i, value))
             elif isinstance(value, Tensor):
                 signature.append((name, _POINTERS[value.dtype]))
-                aligned.append(i)  # every store and activation begins on 16 bytes
+                if not call.kernel.params[i].do_not_specialize_on_alignment:
+                    aligned.append(i)  # every store and activation begins on 16 bytes
             else:
                 signature.append((name, "fp32" if isinstance(value, float) else "i32"))
         fn = call.kernel.fn

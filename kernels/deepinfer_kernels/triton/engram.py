@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, bool, empty, float32, int64, uint8
-from triton.language.extra import libdevice
 
 from deepinfer_kernels.reference.numerics import Numerics
-from deepinfer_kernels.triton.formats import INTERPRETED, bf16, e4m3_value, e8m0_value, widened
+from deepinfer_kernels.triton.formats import bf16, e4m3_value, e8m0_value, widened
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
+from deepinfer_kernels.triton.precise import sigmoid
 
 
 @triton.jit(do_not_specialize=["size", "image"])
@@ -112,14 +112,6 @@ def engram_lookup(num: Numerics, weight: Tensor, scale: Tensor, ids: Tensor) -> 
     return _values(weight, scale, ids, ids.numel()).view(ids.shape[0], ids.shape[1] * weight.shape[-1])
 
 
-@triton.jit
-def _sigmoid(x):
-    if INTERPRETED:
-        return 1.0 / (1.0 + tl.exp(-x))
-    else:
-        return 1.0 / (1.0 + libdevice.exp(-x))
-
-
 @triton.jit(do_not_specialize=["weight_row"])
 def _gate(X, PROJECTED, Q, K, DEAD, OUT, GATE, weight_row, eps, C: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
     t, c = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -134,7 +126,7 @@ def _gate(X, PROJECTED, Q, K, DEAD, OUT, GATE, weight_row, eps, C: tl.constexpr,
     dot = dot * (1.0 / tl.sqrt_rn(tl.cast(H, tl.float32)))
     size = tl.sqrt_rn(tl.maximum(tl.abs(dot), 1e-6, propagate_nan=tl.PropagateNan.ALL))
     negative = dot.to(tl.int32, bitcast=True) < 0  # a dot of +0 counts as positive, one of −0 does not
-    gate = _sigmoid(tl.where(negative, -size, size))
+    gate = sigmoid(tl.where(negative, -size, size))
     if DEAD is not None:
         gate = tl.where(tl.load(DEAD + t) != 0, 0.0, gate)
     value = widened(tl.load(PROJECTED + (t * (C + 1) + C) * H + i, mask=mask, other=0.0))

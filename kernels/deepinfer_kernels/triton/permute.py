@@ -97,14 +97,14 @@ def dispatch_rows(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _count(IDS, COUNTS, M, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
-    e = tl.program_id(0) * BE + tl.arange(0, BE)
-    layer = tl.program_id(1).to(tl.int64)
-    count = tl.zeros((BE,), dtype=tl.int32)
+def _count(IDS, COUNTS, M, E: tl.constexpr, BINS: tl.constexpr, BM: tl.constexpr):
+    layer = tl.program_id(0).to(tl.int64)
+    count = tl.zeros((BINS,), dtype=tl.int32)
     for start in range(0, M, BM):
         i = start + tl.arange(0, BM)
-        found = tl.load(IDS + layer * M + i, mask=i < M, other=-1).to(tl.int32)
-        count += tl.sum((found[None, :] == e[:, None]).to(tl.int32), 1)
+        found = tl.load(IDS + layer * M + i, mask=i < M, other=0).to(tl.int32)
+        count += tl.histogram(found, BINS, mask=i < M)
+    e = tl.arange(0, BINS)
     tl.store(COUNTS + layer * E + e, count.to(tl.int64), mask=e < E)
 
 
@@ -116,5 +116,5 @@ def count_choices(num: Numerics, ids: Tensor, total: int) -> Tensor:
     L = ids.shape[0]
     counts = empty((L, total), dtype=int64, device=ids.device)
     M = ids.shape[1] * ids.shape[2]
-    launch(_count, (blocks(total, _SLOTS), L), ids, counts, M, E=total, BE=_SLOTS, BM=_CHOICES)
+    launch(_count, (L,), ids, counts, M, E=total, BINS=power_of_two(total), BM=1024)
     return counts

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, bfloat16, empty, float32, int64
+from torch import Tensor, bfloat16, empty, float32, int64, uint8
 from triton.language.extra import libdevice
 
 from deepinfer_kernels.reference.numerics import Numerics
@@ -76,6 +77,46 @@ def window_places(
     arguments = (contiguous(position), contiguous(row), contiguous(spans), rings, out, T, width, ring)
     launch(_window, (blocks(T, 8), blocks(width, 128)), *arguments, BT=8, BW=128)
     return out
+
+
+@triton.jit(do_not_specialize=["n", "ring"])
+def _pairs(
+    SECOND, RINGED, POSITION, ROW, RINGS, BLOCKS, PARTNER, SLOT, FIRST, ENTRY, n, ring, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    second = tl.load(SECOND + i, mask=mask, other=0)
+    ringed = tl.load(RINGED + i, mask=mask, other=0) != 0
+    first = tl.load(POSITION + second, mask=mask, other=1) - 1
+    slot = tl.load(RINGS + tl.load(ROW + second, mask=mask, other=0), mask=mask, other=0) * ring
+    slot += (first + ring) % ring  # the first position before 0 is −1
+    entry = tl.load(BLOCKS + second, mask=mask, other=-1)
+    tl.store(PARTNER + i, tl.where(ringed, second, second - 1), mask=mask)
+    tl.store(SLOT + i, slot, mask=mask)
+    tl.store(FIRST + i, first, mask=mask)
+    tl.store(ENTRY + i, tl.where(((first & 1) == 1) | (entry < 0), -1, entry // 2), mask=mask)
+
+
+def pair_places(
+    num: Numerics,
+    second: Tensor,
+    from_ring: Tensor,
+    position: Tensor,
+    row: Tensor,
+    rings: Tensor,
+    blocks: Tensor,
+    *,
+    ring: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(row of the first token, its slot in the pair ring, its position, entry slot of the pair), int64 [n] each."""
+    given = [contiguous(t) for t in (second, from_ring, position, row, rings, blocks)]
+    if from_ring.dtype is not torch.bool or any(t.dtype is not int64 for i, t in enumerate(given) if i != 1):
+        raise TypeError(f"rows, positions and slots are int64 and from_ring bool, got {[t.dtype for t in given]}")
+    given[1] = given[1].view(uint8)
+    n = second.shape[0]
+    partner, slot, first, entry = (empty(n, dtype=int64, device=second.device) for _ in range(4))
+    launch(_pairs, (-(-n // 128),), *given, partner, slot, first, entry, n, ring, BLOCK=128)
+    return partner, slot, first, entry
 
 
 @triton.jit(do_not_specialize=["size"])

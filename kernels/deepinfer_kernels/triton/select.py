@@ -44,7 +44,7 @@ def _numbers(SCORES, row, j, n, newest, GROUP: tl.constexpr, SIZE: tl.constexpr)
 
 
 @triton.jit
-def _kth(
+def kth_best(
     SCORES, row, n, newest, items, k, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """(number of the k-th best, how many of its equals there is room for) of more than k items."""
@@ -80,7 +80,7 @@ def _select(SCORES, IDS, n, k, BLOCK: tl.constexpr):
     width = tl.minimum(n, k)
     kth, room = tl.full((), _LOWEST, tl.int32), tl.full((), 0, tl.int32)
     if n > k:
-        kth, room = _kth(SCORES, row, n, -1, n, k, 1, 1, BLOCK)
+        kth, room = kth_best(SCORES, row, n, -1, n, k, 1, 1, BLOCK)
     taken = tl.full((), 0, tl.int32)
     equals = tl.full((), 0, tl.int32)
     for start in range(0, n, BLOCK):
@@ -124,7 +124,7 @@ def _candidates(SCORES, VISIBLE, KEPT, n, keep, GROUP: tl.constexpr, SIZE: tl.co
     items = (n + GROUP - 1) // GROUP
     kth, room = tl.full((), _LOWEST, tl.int32), tl.full((), 0, tl.int32)
     if items > keep:
-        kth, room = _kth(SCORES, row, n, newest, items, keep, GROUP, SIZE, BLOCK)
+        kth, room = kth_best(SCORES, row, n, newest, items, keep, GROUP, SIZE, BLOCK)
     equals = tl.full((), 0, tl.int32)
     for start in range(0, items, BLOCK):
         j = start + tl.arange(0, BLOCK)

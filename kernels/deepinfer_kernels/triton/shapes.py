@@ -15,6 +15,7 @@ from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.shapes import Shapes
 from deepinfer_kernels.triton import (
+    adjust,
     attention,
     cache,
     compress,
@@ -28,11 +29,15 @@ from deepinfer_kernels.triton import (
     permute,
     places,
     rows,
+    sample,
     select,
+    speculate,
+    streams,
 )
 from deepinfer_kernels.triton.launch import Call, recording
 
 _MODULES = (
+    adjust,
     attention,
     cache,
     compress,
@@ -46,7 +51,10 @@ _MODULES = (
     permute,
     places,
     rows,
+    sample,
     select,
+    speculate,
+    streams,
 )
 _NUM = NUMERICS["fast"]
 #: numbers of tokens of every tile and number of parts: parts halve when tiles of tokens double, up to 8192 of a step
@@ -161,8 +169,13 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield "pool_cached", (_f32(T, s.D), _f32(T, s.D), ring, *places), {}
     for entries in (None, _i64(T, 4)):
         yield "entry_slots", (entries, _i64(T), _i64(T, 3)), dict(per_block=64, count=4)
+    given = (_i64(T), _empty(T, dtype=torch.bool), *(_i64(T) for _ in range(4)))
+    yield "pair_places", given, {"ring": 7}
+    for weight in (_empty(s.H), _f32(s.H)):
+        yield "mhc_collapse_norm", (_empty(T, s.C, s.H), _f32(T, s.C), weight, 1e-6), {}
     for rings in (None, _i64(T)):
         yield "window_places", (_i64(T), _i64(T), _i64(T, 3), rings), dict(width=4, ring=8)
+    yield from _drawing(s)
     entries, block, keep = s.choice
     for n in (1024, 4096):
         yield "select_topk", (_f32(T, 1, n),), dict(k=entries)
@@ -186,6 +199,30 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield "dispatch_permute", (_i64(T, choices), slots), {}
         yield "dispatch_rows", (_empty(T, s.H), _i64(T, choices), _f32(T, choices), slots), {}
         yield "count_choices", (_i64(1, T, choices), experts), {}
+
+
+def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """From logits to emitted tokens, with and without drafts."""
+    B, J, logits = 1, s.drafts, _f32(1, s.V)
+    filters: dict[str, Tensor] = dict.fromkeys(("top_k", "seed", "position"), _i64(B))
+    filters |= dict.fromkeys(("temperature", "top_p", "min_p"), _f32(B))
+    for adjusted in (None, logits):
+        for given in (None, filters):
+            yield "next_tokens", (logits, adjusted, given), {}
+    for greedy in (True, False):
+        yield "sample", (logits,), {**filters, "all_greedy": greedy}
+    pairs = dict.fromkeys(("row", "token", "bias_row", "bias_token", "mask_row"), _i64(1))
+    pairs |= dict.fromkeys(("count", "presence", "frequency", "repetition", "bias"), _f32(1))
+    yield "adjust_logits", (logits,), {**pairs, "mask": _empty(1, -(-s.V // 32), dtype=torch.int32)}
+    for top in (0, 1, 2, 4, 8, 16, 32):
+        yield "token_logprobs", (logits, _i64(B)), {"top": top}
+    if J:
+        yield "draft_sample", (logits,), {**filters, "coupled": True}
+        yield "dspark_confidence", (_f32(B, J), _f32(2, J), _i64(B)), {}
+        yield "dspark_split", (_f32(B, J), _i64(B), _i64(B), _i64()), {}
+        yield "verify_rows", (_i64(B),), {"total": 2}
+        yield "accept_drawn", (_i64(2), _i64(B, J), _i64(B), _i64(B)), {}
+        yield "truncate_emitted", (_i64(B, J + 1), _i64(B)), {"stop": _i64(B, 1), "room": _i64(B)}
 
 
 def _attention(s: Shapes, T: int) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:

@@ -1,0 +1,203 @@
+"""Cases of test_triton.py: from logits to emitted tokens. Every id is compared with the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels.reference.speculate import NO_TOKEN
+from deepinfer_kernels.triton import launch
+from tests.kernels.triton_cases import REFERENCE, TRITON, check
+from tests.kernels.triton_step_cases import INF, NAN, run, same
+
+
+def filters(B: int, **given: Any) -> dict[str, Tensor]:
+    """Parameters of B rows; numbers are the same for all."""
+    base: dict[str, Any] = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0) | given
+    kinds = dict(top_k=torch.int64, seed=torch.int64, position=torch.int64)
+    out = {}
+    for name, value in base.items():
+        kind = kinds.get(name, torch.float32)
+        out[name] = value.to(kind) if isinstance(value, Tensor) else torch.full((B,), value, dtype=kind)
+    return out
+
+
+def various(B: int) -> dict[str, Tensor]:
+    """Every kind of row: greedy, plain, each filter alone, all together."""
+    i = torch.arange(B)
+    return filters(
+        B,
+        temperature=torch.tensor([0.0, 1.0, 0.7, 1.3, 0.6, 2.0, 0.05])[i % 7],
+        top_k=torch.tensor([0, 1, 5, 40, 10_000])[i % 5],
+        top_p=torch.tensor([1.0, 0.9, 0.5, 0.01])[i % 4],
+        min_p=torch.tensor([0.0, 0.1, 0.0])[i % 3],
+        seed=torch.randint(-(1 << 62), 1 << 62, (B,)),
+        position=torch.randint(0, 1 << 20, (B,)),
+    )
+
+
+@pytest.mark.parametrize("V", [1, 70, 1100] if launch.INTERPRETED else [1, 3, 70, 1000, 5003, 129280])
+def test_tokens_are_those_of_the_reference(V: int):
+    torch.manual_seed(V)
+    B = 12 if launch.INTERPRETED else 84 if V < 100_000 else 28
+    for spread in (3.0,) if launch.INTERPRETED else (0.0, 0.5, 4.0, 30.0):
+        logits = torch.randn(B, V) * spread
+        given = various(B)
+        same("sample", logits, **given, all_greedy=False)
+        for coupled in (False,) if launch.INTERPRETED else (True, False):
+            ids, law = run("draft_sample", logits, **given, coupled=coupled)
+            expected_ids, expected = REFERENCE.draft_sample(logits, **given, coupled=coupled)
+            assert torch.equal(ids, expected_ids)
+            assert torch.equal(law.isfinite(), expected.isfinite())
+            torch.testing.assert_close(law, expected, rtol=1e-6, atol=1e-6)
+    same("sample", logits, **filters(B), all_greedy=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(top_k=7), dict(top_p=0.5), dict(top_p=0.3, top_k=50), dict(min_p=0.3), dict(top_p=0.97, min_p=0.01)],
+    ids=str,
+)
+def test_equal_logits_are_kept_by_ascending_id(given: dict[str, Any]):
+    torch.manual_seed(1)
+    logits = torch.randint(-3, 4, (5, 200)).float()
+    logits[1] = 0.25
+    logits[2, ::2], logits[2, 1::2] = -0.0, 0.0
+    where = filters(5, seed=torch.arange(5), position=torch.arange(5) * 3, **given)
+    ids, law = run("draft_sample", logits, **where, coupled=True)
+    expected_ids, expected = REFERENCE.draft_sample(logits, **where, coupled=True)
+    assert torch.equal(law.isfinite(), expected.isfinite()) and torch.equal(ids, expected_ids)
+
+
+def test_hidden_tokens_are_never_drawn_and_rows_without_a_token_say_so():
+    torch.manual_seed(2)
+    logits = torch.randn(8, 300)
+    adjusted = logits.masked_fill(torch.rand(8, 300) < 0.9, -INF)
+    adjusted[1], adjusted[2, 5:], adjusted[2, 3] = -INF, -INF, 1.0
+    raw = logits.clone()
+    raw[3, 7], raw[4, 299], raw[5, 0] = NAN, INF, -INF
+    for given in (None, various(8), filters(8, top_p=0.9, top_k=400)):
+        ids = same("next_tokens", raw, adjusted, given)
+        assert ids.tolist()[1] == -2 and ids.tolist()[3:6] == [-1] * 3
+        assert all(adjusted[b, ids[b]] > -INF for b in (0, 2, 6, 7))
+        same("next_tokens", raw[:, :299], None, given)
+        same("next_tokens", raw[:0], None, None if given is None else {k: v[:0] for k, v in given.items()})
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch():
+    torch.manual_seed(3)
+    logits, given = torch.randn(8, 200) * 3, various(8)
+    whole = run("sample", logits, **given, all_greedy=False)
+    for rows in (slice(0, 1), slice(3, 4), slice(5, 8)):
+        part = run("sample", logits[rows], **{k: v[rows] for k, v in given.items()}, all_greedy=False)
+        assert torch.equal(part, whole[rows])
+
+
+def none(dtype: torch.dtype) -> Tensor:
+    return torch.zeros(0, dtype=dtype)
+
+
+@pytest.mark.parametrize("V", [1, 31, 32, 1500])
+def test_logits_are_adjusted_to_the_bit(V: int):
+    torch.manual_seed(V)
+    logits = torch.randn(6, V) * 10
+    where = torch.randperm(6 * V)[: min(200, 3 * V)]
+    pairs = dict(row=where // V, token=where % V, count=torch.randint(0, 4, where.shape).float())
+    P = len(where)
+    pairs |= dict(presence=torch.rand(P), frequency=torch.rand(P), repetition=torch.rand(P) + 0.5)
+    where = torch.randperm(6 * V)[: min(50, V)]
+    biases = dict(bias_row=where // V, bias_token=where % V, bias=torch.randn(len(where)) * 5)
+    biases["bias"][0] = -INF
+    masks = dict(mask_row=torch.tensor([4, 0]), mask=torch.randint(-(1 << 31), 1 << 31, (2, -(-V // 32))).int())
+    masks["mask"][1] = 0
+    no_pairs = {k: none(torch.int64 if k in ("row", "token") else torch.float32) for k in pairs}
+    no_biases = {k: none(torch.float32 if k == "bias" else torch.int64) for k in biases}
+    no_masks = dict(mask_row=none(torch.int64), mask=torch.zeros(0, 1, dtype=torch.int32))
+    for p in (pairs, no_pairs):
+        for b in (biases, no_biases):
+            for m in (masks, no_masks):
+                same("adjust_logits", logits, **p, **b, **m)
+
+
+@pytest.mark.parametrize("V", [1, 20, 3000])
+def test_log_probabilities_of_tokens_and_the_best(V: int):
+    torch.manual_seed(V)
+    logits = torch.randn(9, V) * 5
+    logits[3] = torch.randint(0, 3, (V,)).float()  # equal ones by ascending id
+    logits[4, V // 2 :] = -INF
+    logits[4, 0] = 1.0
+    ids = torch.randint(0, V, (9,))
+    ids[4] = 0
+    for top in (0, 1, 7, 20):
+        got, expected = run("token_logprobs", logits, ids, top=top), REFERENCE.token_logprobs(logits, ids, top=top)
+        assert torch.equal(got[1], expected[1])
+        check("token_logprobs", got[::2], expected[::2])
+
+
+# --------------------------------------------------------------------- speculate
+
+
+def test_confidences_are_calibrated_by_regime():
+    torch.manual_seed(4)
+    for B in (0, 1, 70):
+        args = torch.randn(B, 5) * 20, torch.rand(3, 5) + 0.2, torch.randint(0, 3, (B,))
+        check("dspark_confidence", run("dspark_confidence", *args), REFERENCE.dspark_confidence(*args))
+
+
+@pytest.mark.parametrize("B", [1, 3, 20] if launch.INTERPRETED else [1, 3, 64, 150])
+@pytest.mark.parametrize("J", [1, 5])
+def test_a_budget_goes_to_the_largest_survivals(B: int, J: int):
+    torch.manual_seed(B)
+    for kind in ("random", "ties", "wrong"):
+        confidence = torch.rand(B, J) if kind == "random" else torch.randint(0, 3, (B, J)) / 2
+        if kind == "wrong":
+            confidence[::2, 0], confidence[1::3] = NAN, 1.5
+            confidence[-1] = -INF
+        cap, admission = torch.randint(0, J + 1, (B,)), torch.randperm(B) * 7 - 3
+        for budget in (0, 1, B * J // 2, B * J + 3):
+            length = same("dspark_split", confidence, cap, admission, torch.tensor(budget))
+            assert int(length.sum()) == min(budget, int(cap.sum()))
+    many = torch.rand(4, 3, B, J), torch.randint(0, J + 1, (4, 3, B)), torch.argsort(torch.rand(4, 3, B), -1)
+    same("dspark_split", *many, torch.randint(0, B * J, (4, 3)))
+
+
+def test_verify_rows_are_packed():
+    torch.manual_seed(5)
+    for B in (1, 5, 200):
+        length = torch.randint(0, 6, (B,))
+        length[0] = 0
+        total = int(length.sum()) + B
+        for padding in (0, 1, 70):
+            same("verify_rows", length, total=total + padding)
+
+
+@pytest.mark.parametrize("J", [1, 5, 7])
+def test_drafts_that_were_drawn_stand_and_emitting_ends_at_stops_failures_and_length(J: int):
+    torch.manual_seed(J)
+    for B in (1, 40):
+        length = torch.randint(0, J + 1, (B,))
+        first, row, offset = REFERENCE.verify_rows(length, total=int(length.sum()) + B)
+        drafts = torch.randint(0, 3, (B, J))
+        drafts[torch.rand(B, J) < 0.05] = -1
+        wanted = drafts[row, offset.clamp(max=J - 1)]
+        drawn = torch.where(torch.rand(len(row)) < 0.7, wanted, torch.randint(-2, 3, wanted.shape))
+        tokens, accepted = same("accept_drawn", drawn, drafts, first, length)
+        for stop in (torch.tensor([[2, NO_TOKEN]]).expand(B, -1), torch.zeros(B, 0, dtype=torch.int64)):
+            for room in (torch.randint(0, J + 3, (B,)), torch.full((B,), 99)):
+                same("truncate_emitted", tokens, accepted, stop=stop, room=room)
+
+
+def test_wrong_shapes_and_types_are_refused():
+    with pytest.raises(ValueError, match="expected float32"):
+        TRITON.next_tokens(torch.zeros(2, 5).bfloat16(), None, None)
+    with pytest.raises(ValueError, match="top_k"):
+        wrong = filters(2) | {"top_k": torch.zeros(2)}
+        TRITON.next_tokens(torch.zeros(2, 5), None, wrong)
+    with pytest.raises(ValueError, match="no token was drawn"):
+        one = torch.zeros(1, dtype=torch.int64)
+        TRITON.accept_drawn(one[:0], one.unsqueeze(1), one, one)
+    with pytest.raises(ValueError, match="budget"):
+        TRITON.dspark_split(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), torch.zeros(1))
