@@ -25,7 +25,7 @@ from deepinfer_cli import main as cli
 from deepinfer_kernels.ascend import build, families
 from deepinfer_kernels.ascend.families import Program
 from deepinfer_kernels.ops import OPS
-from deepinfer_kernels.reference import cache, engram, hyper, linear, moe, norm, quantise
+from deepinfer_kernels.reference import attention, cache, engram, hyper, linear, moe, norm, quantise
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
 
@@ -51,20 +51,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """Lowers a program, compiles it with the emulation and runs every core of it on tensors given by name."""
     folder = tmp_path_factory.mktemp("ascend")
 
-    def compiled(source: str) -> ctypes.CDLL:
+    def compiled(source: str, name: str, parameters: str, mixed: bool) -> ctypes.CDLL:
         body = re.sub(r"#include <tl_templates[^>]*>\n", "", source)
-        for place, memory in (("ubuf", "ub_memory"), ("cbuf", "l1_memory")):
+        for place, memory in (("ubuf", "ub_memory"), ("cbuf", "l1_memory"), ("cc", "l0c_memory")):
             body = body.replace(f"(__{place}__ uint8_t *)0", memory)
         body = body.replace("(__cc__ float *)0", "(float*)l0c_memory")
-        # memory on the core holds NaN before the program runs
-        core = (
-            "{ block_idx = core; for (auto* at : {ub_memory, l1_memory, l0c_memory}) std::memset(at, 0xFF, 1 << 18); }"
-        )
-        text = f'#include "{EMULATION}"\n{body}\nextern "C" void on_core(int64_t core) {core}\n'
+        names = ", ".join(p.rpartition(" ")[2] for p in parameters.split(","))
+        call = f"run_on_core(core, {str(mixed).lower()}, [&] {{ {name}({names}); }});"
+        text = f'#include "{EMULATION}"\n{body}\nextern "C" void on_core(int64_t core, {parameters}) {{ {call} }}\n'
         stem = folder / hashlib.sha256(text.encode()).hexdigest()[:12]
         if not stem.with_suffix(".so").exists():
             stem.with_suffix(".cpp").write_text(text)
-            flags = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w"]
+            flags = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w", "-pthread"]
             command = [os.environ.get("CXX") or "g++", *flags, "-shared", "-fPIC", "-o", f"{stem}.so", f"{stem}.cpp"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr[:2000]
@@ -72,10 +70,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
 
     def run(name: str, sizes: dict[str, Any], **values: Any) -> None:
         source = build.lower(program(name, **sizes))
-        header = re.search(r'extern "C" __global__ __(?:vector|cube)__ void (\w+)\((.*?)\) \{', source)
+        header = re.search(r'extern "C" __global__ __(vector__|cube__|mix__\(1, 2\)) void (\w+)\((.*?)\) \{', source)
         assert header is not None
-        library, arguments, names = compiled(source), [], set()
-        for parameter in header[2].split(","):
+        library, arguments, names = compiled(source, header[2], header[3], header[1].startswith("mix")), [], set()
+        for parameter in header[3].split(","):
             kind, _, parameter_name = parameter.strip().rpartition(" ")
             names.add(parameter_name)
             value = values[parameter_name]
@@ -86,8 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
                 arguments.append(_SCALARS[kind](value))
         assert names == set(values), f"not parameters of {name}: {sorted(set(values) - names)}"
         for core in range(CORES):
-            library.on_core(ctypes.c_int64(core))
-            getattr(library, header[1])(*arguments)
+            library.on_core(ctypes.c_int64(core), *arguments)
 
     return run
 
@@ -242,6 +239,18 @@ def test_grouped_products_take_the_weights_of_their_tile(run):
             assert (y[part] == 3.0).all()
         else:
             close(y[part], x[part] @ w[slot].mT, 1e-3)
+
+
+@emulated
+def test_attend(run):
+    q, kv, sink, o = bf(30, 32, 64), bf(90, 64), torch.randn(32), poison(30, 32, 64)
+    places = torch.randint(-40, 90, (30, 128)).clamp(min=-1)
+    places[0] = -1  # only the sink
+    run("attend.attend", {"N": 32, "D": 64, "K": 128}, Q=q, KV=kv, PLACES=places.int(), SINK=sink, OUT=o, T=30, R=90,
+        scale=0.125)  # fmt: skip
+    expected = attention.attend(FAST, q, kv[places.clamp(min=0)], places >= 0, sink, 0.125)
+    close(o, expected, 5e-3)
+    assert not o[0].any()
 
 
 @needs_tilelang

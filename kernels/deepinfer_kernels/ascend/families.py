@@ -34,9 +34,12 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "linear_grouped": ("cube.grouped",),
     "shared_expert": ("cube.linear", "rows.swiglu"),
     "moe_experts": ("cube.grouped", "rows.swiglu"),
+    "attend_cached": ("records.load_rows", "attend.attend"),
 }
 #: what is known of every source: tests run it with an emulation of the intrinsics
 LABEL = "compiles to AscendC source, right in an emulation on the CPU; binary and numerics unverified"
+#: most window places of a query; the caller hides what a model has less
+_WINDOW = 128
 NO_FORM = "no Ascend form: reference through torch_npu, unverified"
 BISHENG = "source the set_env.sh of CANN 9.2 or newer"
 
@@ -64,7 +67,7 @@ def source_key() -> str:
     """Digest of the programs and of the release that lowers them."""
     here = Path(__file__).parent
     parts = [f"tilelang {tilelang.RELEASE}".encode()]
-    parts += [(here / f"{name}.py").read_bytes() for name in ("rows", "records", "cube")]
+    parts += [(here / f"{name}.py").read_bytes() for name in ("rows", "records", "cube", "attend")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
@@ -114,11 +117,13 @@ def _wanted(s: Shapes) -> Iterator[tuple[str, str, dict[str, int | str | bool]]]
     for kind, width in (("window", s.D), ("global", s.D), ("index", s.Di)):
         record: dict[str, int | str | bool] = {"D": width, "KIND": kind}
         yield "pack_rows", "records.pack_rows", record
-        for op in ("unpack_rows", "load_rows"):
+        for op in ("unpack_rows", "load_rows", *(("attend_cached",) if kind != "index" else ())):
             yield op, "records.load_rows", record
         if kind == "index":
             yield "quantise_index_query", "records.pack_rows", record
             yield "quantise_index_query", "records.load_rows", record
+    keys = -(-(_WINDOW + s.choice[0]) // 64) * 64
+    yield "attend_cached", "attend.attend", {"N": -(-s.N // 32) * 32, "D": -(-s.D // 16) * 16, "K": keys}
     yield "mhc_collapse", "rows.mhc_collapse", {"H": s.H, "C": s.C}
     yield "mhc_expand", "rows.mhc_expand", {"H": s.H, "C": s.C}
     if s.hash is not None:

@@ -1,12 +1,16 @@
-// What an AscendC source of TileLang calls on a vector core, in plain C++: one core after the other, threads of a SIMT
-// region in turn (they only meet in barriers that separate regions), 64 lanes of f32 per register. Written from the
-// names and the documentation of the intrinsics; it stands for the device in tests of the arithmetic.
+// What an AscendC source of TileLang calls, in plain C++: one core after the other, threads of a SIMT region in turn (they
+// only meet in barriers that separate regions), 64 lanes of f32 per register, the cube and the two vector units of a mixed
+// kernel in threads of their own. Written from the names and the documentation of the intrinsics; it stands for the device
+// in tests of addresses and arithmetic.
 #pragma once
 #include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <semaphore>
+#include <thread>
 
 #define __gm__
 #define __ubuf__
@@ -60,9 +64,12 @@ enum event_t : int {};
 enum asc_load_l2_cache_mode : int {};
 enum asc_store_l2_cache_mode : int {};
 enum { PIPE_S, PIPE_V, PIPE_M, PIPE_FIX, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
-static int64_t block_idx;
-alignas(512) static uint8_t ub_memory[256 * 1024];
-static struct { uint32_t x, y, z; } threadIdx;
+enum { CUBE = 2 };
+static thread_local int unit;  // a vector unit 0 or 1, or the cube
+static thread_local int64_t block_idx;
+static thread_local struct { uint32_t x, y, z; } threadIdx;
+alignas(512) static uint8_t ub_of[3][256 * 1024];
+#define ub_memory (ub_of[unit])
 namespace cce { struct dim3 { uint32_t x, y, z; dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : x(x), y(y), z(z) {} }; }
 
 inline void asc_init() {}
@@ -152,7 +159,7 @@ enum asc_quant_mode : int {};
 enum asc_relu_pre_mode : int {};
 alignas(512) static uint8_t l1_memory[512 * 1024];
 alignas(512) static uint8_t l0c_memory[256 * 1024];
-static int tile_rows;
+static thread_local int tile_rows;
 
 inline void asc_set_gm2l1_nz_para(int, int, uint16_t rows, int) { tile_rows = rows; }
 template <class T>
@@ -215,4 +222,50 @@ void ascend_blockscaled_gemm_l1(C* to, const T* a, const T* b, const S* sa, cons
       for (int k = 0; k < K; ++k) sum += fractal(a, M, m, k) * scale(sa, m, k) * fractal(b, N, n, k) * scale(sb, n, k);
       to[m * N + n] = sum;
     }
+}
+
+// ------------------------------------------------- cube and vector units together
+#define __mix__(cubes, vectors)
+#define ASC_IS_AIC (unit == CUBE)
+#define ASC_IS_AIV (unit != CUBE)
+inline int asc_get_sub_block_id() { return unit; }
+struct flag { std::counting_semaphore<> raised{0}; };
+static flag to_vector[2][16], to_cube[2][16];  // the cube counts those of the second unit from 16 on
+inline void asc_sync_intra_arrive(int, int id) { (unit == CUBE ? to_vector[id / 16][id % 16] : to_cube[unit][id]).raised.release(); }
+inline void asc_sync_intra_wait(int, int id) { (unit == CUBE ? to_cube[id / 16][id % 16] : to_vector[unit][id]).raised.acquire(); }
+
+enum asc_dual_dst_mode : int {};
+inline void asc_copy_l0c2ub(float* to, const float* from, int columns, int rows, int stride, int, int, asc_dual_dst_mode mode,
+                            asc_unit_flag_mode, asc_quant_mode, asc_relu_pre_mode, int, int, int, int) {
+  assert(mode == 1 && rows % 2 == 0);  // half of the rows to each vector unit
+  const auto at = (uint8_t*)to - ub_memory;
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; ++c)
+      ((float*)(ub_of[r / (rows / 2)] + at))[r % (rows / 2) * stride + c] = from[r * columns + c];
+}
+template <int ROWS, int COLUMNS, class T, class U> void ascend_nd2nz_scatter(const T* from, U* to) {
+  constexpr int C0 = 32 / sizeof(U);  // a row of padding between two columns of fractals
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < COLUMNS; ++c) to[(c / C0 * (ROWS + 1) + r) * C0 + c % C0] = from[r * COLUMNS + c];
+}
+inline void asc_copy_ub2l1(void* to, const void* from, int bursts, int length, int from_gap, int to_gap) {  // in 32 bytes
+  for (int i = 0; i < bursts; ++i)
+    std::memcpy((uint8_t*)to + i * (length + to_gap) * 32, (const uint8_t*)from + i * (length + from_gap) * 32, length * 32);
+}
+struct float2 { float x, y; };
+struct uint1 { uint32_t x; };
+struct bfloat16x2_t { bfloat16_t x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float2 operator-(float2 a, float2 b) { return {a.x - b.x, a.y - b.y}; }
+inline bfloat16x2_t __float22bfloat162_rn(float2 a) { return {bfloat16_t(a.x), bfloat16_t(a.y)}; }
+
+// Runs a kernel on one core; memory on it holds NaN before.
+template <class Kernel> void run_on_core(int64_t core, bool mixed, Kernel kernel) {
+  std::memset(ub_of, 0xFF, sizeof ub_of);
+  std::memset(l1_memory, 0xFF, sizeof l1_memory);
+  std::memset(l0c_memory, 0xFF, sizeof l0c_memory);
+  auto of = [&](int which) { unit = which; block_idx = core; kernel(); };
+  if (!mixed) return of(0);
+  std::thread cube(of, CUBE), other(of, 1), first(of, 0);
+  cube.join(), other.join(), first.join();
 }
