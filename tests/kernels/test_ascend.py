@@ -25,7 +25,7 @@ from deepinfer_cli import main as cli
 from deepinfer_kernels.ascend import build, families
 from deepinfer_kernels.ascend.families import Program
 from deepinfer_kernels.ops import OPS
-from deepinfer_kernels.reference import attention, cache, engram, hyper, linear, moe, norm, quantise
+from deepinfer_kernels.reference import attention, cache, engram, hyper, index, linear, moe, norm, quantise
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
 
@@ -251,6 +251,14 @@ def test_attend(run):
     expected = attention.attend(FAST, q, kv[places.clamp(min=0)], places >= 0, sink, 0.125)
     close(o, expected, 5e-3)
     assert not o[0].any()
+
+
+@emulated
+def test_index_scores(run):
+    iq, iw, keys, out = bf(30, 16, 32), torch.randn(30, 16), bf(150, 32), poison(30, 150, dtype=torch.float32)
+    run("attend.index_scores", {"HEADS": 16, "D": 32}, Q=iq, W=iw, KV=keys, OUT=out, T=30, N=150)
+    visible = torch.full((1, 30), 150)
+    close(out, index.index_scores(FAST, iq.unsqueeze(0), iw.unsqueeze(0), keys.unsqueeze(0), visible)[0], 1e-5)
 
 
 @needs_tilelang

@@ -1,4 +1,4 @@
-"""TileLang program of sparse latent attention for Ascend 950: a query with all its heads after the other.
+"""TileLang programs of sparse latent attention and of its index for Ascend 950: a query with its heads after the other.
 
 The cube multiplies 64 keys at a time, the two vector cores beside it take half of the heads each: all logits of a query
 stay in their memory, so that one softmax over all keys needs no rescaling. Keys are BF16 rows found by place.
@@ -89,3 +89,42 @@ def attend(*, N: int, D: int, K: int) -> Any:
                 T.copy(o, OUT[row, 0:N, 0:D])
 
     return attend
+
+
+def index_scores(*, HEADS: int, D: int) -> Any:
+    """OUT [T, N] = Σ_h W_h · relu(Q_h · KV_j) of T queries over the N entries of one sequence.
+
+    HEADS and D are multiples of 16. The caller hides what a query may not see.
+    """
+    n, rows = T.dynamic("T"), T.dynamic("N")
+    half = KEYS // 2
+
+    @T.prim_func
+    def index_scores(
+        Q: T.Tensor((n, HEADS, D), _BF16), W: T.Tensor((n, HEADS), _F32), KV: T.Tensor((rows, D), _BF16),
+        OUT: T.Tensor((n, rows), _F32),
+    ):  # fmt: skip
+        with T.Kernel(CORES) as core:
+            q = T.alloc_l1((HEADS, D), _BF16)
+            k = T.alloc_l1((KEYS, D), _BF16)
+            s = T.alloc_l0c((HEADS, KEYS), _F32)
+            scores = T.alloc_shared((HEADS, half), _F32)
+            w = T.alloc_shared((HEADS,), _F32)
+            out = T.alloc_shared((1, half), _F32)
+            for row in T.Persistent([n], CORES, core, group_size=1):
+                T.copy(Q[row, 0:HEADS, 0:D], q)
+                T.copy(W[row, 0:HEADS], w)
+                for t in T.serial(T.ceildiv(rows, KEYS)):
+                    T.copy(KV[t * KEYS : (t + 1) * KEYS, 0:D], k)
+                    T.gemm(q, k, s, transpose_B=True, clear_accum=True)
+                    T.dual_copy(s, scores)
+                    with T.SimtVF(threads=half):
+                        for i in T.Parallel(half):
+                            total = T.alloc_var(_F32)
+                            total = 0.0
+                            for h in T.serial(HEADS):
+                                total = total + w[h] * T.max(scores[h, i], 0.0)
+                            out[0, i] = total
+                    T.dual_copy(out, OUT[row : row + 1, t * KEYS : (t + 1) * KEYS])
+
+    return index_scores

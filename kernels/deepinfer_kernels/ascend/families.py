@@ -35,6 +35,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "shared_expert": ("cube.linear", "rows.swiglu"),
     "moe_experts": ("cube.grouped", "rows.swiglu"),
     "attend_cached": ("records.load_rows", "attend.attend"),
+    "index_scores": ("attend.index_scores",),
 }
 #: what is known of every source: tests run it with an emulation of the intrinsics
 LABEL = "compiles to AscendC source, right in an emulation on the CPU; binary and numerics unverified"
@@ -124,6 +125,7 @@ def _wanted(s: Shapes) -> Iterator[tuple[str, str, dict[str, int | str | bool]]]
             yield "quantise_index_query", "records.load_rows", record
     keys = -(-(_WINDOW + s.choice[0]) // 64) * 64
     yield "attend_cached", "attend.attend", {"N": -(-s.N // 32) * 32, "D": -(-s.D // 16) * 16, "K": keys}
+    yield "index_scores", "attend.index_scores", {"HEADS": -(-s.index_heads // 16) * 16, "D": -(-s.Di // 16) * 16}
     yield "mhc_collapse", "rows.mhc_collapse", {"H": s.H, "C": s.C}
     yield "mhc_expand", "rows.mhc_expand", {"H": s.H, "C": s.C}
     if s.hash is not None:

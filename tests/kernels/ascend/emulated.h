@@ -237,11 +237,12 @@ inline void asc_sync_intra_wait(int, int id) { (unit == CUBE ? to_cube[id / 16][
 enum asc_dual_dst_mode : int {};
 inline void asc_copy_l0c2ub(float* to, const float* from, int columns, int rows, int stride, int, int, asc_dual_dst_mode mode,
                             asc_unit_flag_mode, asc_quant_mode, asc_relu_pre_mode, int, int, int, int) {
-  assert(mode == 1 && rows % 2 == 0);  // half of the rows to each vector unit
+  assert(mode == 1 || mode == 2);  // half of the rows, or of the columns, to each vector unit
   const auto at = (uint8_t*)to - ub_memory;
+  const int high = mode == 1 ? rows / 2 : rows, wide = mode == 2 ? columns / 2 : columns;
   for (int r = 0; r < rows; ++r)
     for (int c = 0; c < columns; ++c)
-      ((float*)(ub_of[r / (rows / 2)] + at))[r % (rows / 2) * stride + c] = from[r * columns + c];
+      ((float*)(ub_of[r / high + c / wide] + at))[r % high * stride + c % wide] = from[r * columns + c];
 }
 template <int ROWS, int COLUMNS, class T, class U> void ascend_nd2nz_scatter(const T* from, U* to) {
   constexpr int C0 = 32 / sizeof(U);  // a row of padding between two columns of fractals
