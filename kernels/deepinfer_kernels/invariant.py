@@ -303,6 +303,7 @@ AS_THEY_ARE = frozenset({
     "store_pairs", "entry_slots", "window_places", "pair_places",
     "engram_hash", "token_classes", "dequantise_table", "engram_lookup", "sample", "next_tokens",
     "adjust_logits", "token_logprobs",
-    "dspark_confidence", "dspark_split", "verify_rows", "draft_sample", "adjust_verify_logits", "accept_drawn",
+    "dspark_confidence", "dspark_split", "settle_rows", "sampled_rows", "commit_rows", "verify_rows", "draft_sample",
+    "adjust_verify_logits", "accept_drawn",
     "accept_rejection", "truncate_emitted",
 })  # fmt: skip

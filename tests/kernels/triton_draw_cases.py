@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.reference.speculate import NO_TOKEN
+from deepinfer_kernels.reference.speculate import NO_TOKEN, StepRows
 from deepinfer_kernels.triton import launch
-from tests.kernels.triton_cases import REFERENCE, TRITON, check
+from tests.kernels.triton_cases import DEVICE, REFERENCE, TRITON, check, on_device
 from tests.kernels.triton_step_cases import INF, NAN, run, same
 
 
@@ -122,6 +122,32 @@ def test_logits_are_adjusted_to_the_bit(V: int):
                 same("adjust_logits", logits, **p, **b, **m)
 
 
+@pytest.mark.parametrize("V", [3, 40, 1500])
+def test_verify_logits_are_adjusted_to_the_bit(V: int):
+    torch.manual_seed(V)
+    B, J = 6, 4
+    length = torch.tensor([4, 0, 2, 4, 1, 3])
+    first, _, _ = REFERENCE.verify_rows(length, total=int(length.sum()) + B)
+    logits = torch.randn(int(length.sum()) + B + 2, V) * 10
+    drafts = torch.randint(0, min(V, 5), (B, J))  # drafts repeat, and some are known
+    drafts[3, 2:] = -1
+    where = torch.randperm(B * V)[: min(100, 2 * V)]
+    pairs = dict(row=where // V, token=where % V, count=torch.randint(0, 4, where.shape).float())
+    penalties = dict(presence=torch.rand(B), frequency=torch.rand(B), repetition=torch.rand(B) + 0.5)
+    penalties["repetition"][1] = 1.0
+    where = torch.randperm(B * V)[: min(20, V)]
+    biases = dict(bias_row=where // V, bias_token=where % V, bias=torch.randn(len(where)) * 5)
+    words = -(-V // 32)
+    masks = dict(mask_row=torch.tensor([5, 0]), mask=torch.randint(-(1 << 31), 1 << 31, (2, J + 1, words)).int())
+    no_pairs = dict(row=none(torch.int64), token=none(torch.int64), count=none(torch.float32))
+    no_biases = {k: none(torch.float32 if k == "bias" else torch.int64) for k in biases}
+    no_masks = dict(mask_row=none(torch.int64), mask=torch.zeros(0, J + 1, 1, dtype=torch.int32))
+    for p in (pairs, no_pairs):
+        for b, m in ((biases, masks), (no_biases, masks), (biases, no_masks)):
+            block = dict(drafts=drafts, first=first, length=length)
+            same("adjust_verify_logits", logits, **block, **p, **penalties, **b, **m)
+
+
 @pytest.mark.parametrize("V", [1, 20, 3000])
 def test_log_probabilities_of_tokens_and_the_best(V: int):
     torch.manual_seed(V)
@@ -188,6 +214,46 @@ def test_drafts_that_were_drawn_stand_and_emitting_ends_at_stops_failures_and_le
         for stop in (torch.tensor([[2, NO_TOKEN]]).expand(B, -1), torch.zeros(B, 0, dtype=torch.int64)):
             for room in (torch.randint(0, J + 3, (B,)), torch.full((B,), 99)):
                 same("truncate_emitted", tokens, accepted, stop=stop, room=room)
+
+
+@pytest.mark.parametrize("F", [1, 5, 70])
+@pytest.mark.parametrize("budgeted", [False, True])
+def test_floating_rows_are_put_where_their_sequences_are(F: int, budgeted: bool):
+    torch.manual_seed(F)
+    S, J, N, P = F + 9, 5, 3, 4
+    slot = 1 + torch.randperm(S - 1)[:F]
+    built = torch.randint(0, J + 1, (F,))
+    shares = built[torch.randperm(F)] if budgeted else None
+    count = built + 1
+    T = int(count.sum())
+
+    def some(*shape: int) -> Tensor:
+        return torch.randint(-9, 9, shape)
+
+    rows = StepRows(
+        slot, torch.randint(1, 300, (F,)), some(F), count.cumsum(0) - count, count, torch.randint(0, 99, (F + 2, P)),
+        some(T + 3), some(T + 3), some(T + 3), some(T + 3, N), some(T + 3), some(T + 3), some(T + 3),
+    )  # fmt: skip
+    length = torch.randint(1, 600, (S,))  # some beyond the blocks of the table
+    tables = torch.randint(-1, 99, (S, N)), torch.randint(0, 99, (S, J)), length
+    sizes = dict(tokens=T, ring=134, pair_ring=7, block_tokens=128)
+    mine = StepRows(*(t.clone().to(DEVICE) for t in rows))
+    TRITON.settle_rows(mine, *on_device((*tables, shares)), **sizes)
+    REFERENCE.settle_rows(rows, *tables, shares, **sizes)
+    for name, a, b in zip(StepRows._fields, mine, rows, strict=True):
+        assert torch.equal(a.cpu(), b), name
+    floating = torch.tensor([-1, *range(F), -1])
+    at = torch.arange(F + 2)
+    first, under_test, token = same("sampled_rows", floating, at + 50, at * 2, rows.first, rows.count)
+    assert under_test.tolist()[0] == 0 and first.tolist()[-1] == F + 51
+    emitted = torch.randint(-2, 99, (F, J + 1))
+    given = (emitted, 1 + torch.randint(0, J + 1, (F,)).minimum(under_test[1:-1]), token[1:-1], slot)
+    kept = (torch.zeros(S).long(), torch.zeros(S, N).long(), torch.zeros(S).long())
+    there = tuple(t.clone().to(DEVICE) for t in kept)
+    step = torch.randint(0, 3, (F,)), rows.pos, rows.lags
+    TRITON.commit_rows(*on_device((*given, *step)), *there)
+    REFERENCE.commit_rows(*given, *step, *kept)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(there, kept, strict=True))
 
 
 def test_wrong_shapes_and_types_are_refused():

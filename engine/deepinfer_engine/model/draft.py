@@ -115,9 +115,12 @@ class DraftModel:
         seen = anchors.position.unsqueeze(1) - self._behind
         mask = seen >= anchors.floor.clamp(min=0).unsqueeze(1)
         rows = anchors.ring_slot.unsqueeze(1) * kv.layout.ring + seen.clamp(min=0) % kv.layout.ring
+        # as ``attend_cached`` reads them: context rows of the ring, then every slot of the row's own block
+        own = torch.arange(B * J, device=rows.device).view(B, J)
+        places = torch.cat((torch.where(mask, -2 - rows, -1), own), 1).repeat_interleave(J, 0)
         X, pre = ops.embed_streams(ids.flatten(), self.embed, c.hc_mult)
         for stage, layer in enumerate(self.weights.layers):
-            X, pre = self._block(stage, layer, X, pre, position, rope, rows, mask, kv, ops)
+            X, pre = self._block(stage, layer, X, pre, position, rope, places, kv, ops)
         hidden = ops.mhc_collapse(X, pre)
         base = ops.head_logits(ops.rms_norm(hidden, self.weights.norm, c.rms_norm_eps), self.head)
         return hidden.view(B, J, -1), base.view(B, J, -1)
@@ -130,16 +133,15 @@ class DraftModel:
         pre: Tensor,
         position: Tensor,
         rope: Rope,
-        rows: Tensor,
-        mask: Tensor,
+        places: Tensor,
         kv: Any,
         ops: Any,
     ) -> tuple[Tensor, Tensor]:
-        """One draft block on X [B·γ, C, H]; context at ring ``rows`` [B, W] where ``mask``."""
+        """One draft block on X [B·γ, C, H]; ``places`` [B·γ, W + γ]: the window rows of every query."""
         c, eps = self.config, self.config.rms_norm_eps
         pre_a, post, comb = mixes(c, ops, X, layer.hc_attn)
         x = ops.mhc_collapse_norm(X, pre, layer.attn.norm, eps)
-        y = self._attention(layer, x, rope, rows, mask, kv, ops)
+        y = self._attention(layer, x, rope, places, kv, ops)
         X = ops.mhc_expand(X, y, post, comb)
         pre_f, post, comb = mixes(c, ops, X, layer.hc_ffn)
         x = ops.mhc_collapse_norm(X, pre_a, layer.ffn.norm, eps)
@@ -147,16 +149,14 @@ class DraftModel:
         y = run_experts(c, ops, self.mesh, stage, x, layer.ffn, chosen, position)
         return ops.mhc_expand(X, y, post, comb), pre_f
 
-    def _attention(self, layer: Layer, x: Tensor, rope: Rope, rows: Tensor, mask: Tensor, kv: Any, ops: Any) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, rope: Rope, places: Tensor, kv: Any, ops: Any) -> Tensor:
         c, attn = self.config, layer.attn
-        B, J = rows.shape[0], c.dspark_block_size
         local, _ = window_rows(c, attn, x, rope, ops)
         qr = ops.rms_norm(ops.linear(x, attn.wq_a), attn.q_norm, c.rms_norm_eps)
         q = ops.linear(qr, attn.wq_b).unflatten(-1, (c.num_attention_heads, c.head_dim))
         q = ops.rope(q, rope.cos, rope.sin)
-        keys = torch.cat((kv.window(layer.plan.layer, rows), local.view(B, J, -1)), 1)
-        seen = torch.cat((mask, mask.new_ones((B, J))), 1)
-        o = ops.attend(q, keys.repeat_interleave(J, 0), seen.repeat_interleave(J, 0), attn.sink, c.head_dim**-0.5)
+        ring = kv.window_store(layer.plan.layer)
+        o = ops.attend_cached(q, local, places, ring, None, None, attn.sink, c.head_dim**-0.5)
         o = ops.rope(o, rope.cos, rope.sin, inverse=True)
         y = ops.linear_grouped(o.flatten(1).unflatten(1, (c.o_groups, -1)), attn.wo_a)
         return ops.linear(y.flatten(1), attn.wo_b)

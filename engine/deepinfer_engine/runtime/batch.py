@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepinfer_engine.cache.layout import PAD, KVLayout
 from deepinfer_engine.config.model import BLOCK_TOKENS
+from deepinfer_kernels.reference.speculate import StepRows
 
 
 class RowInput(NamedTuple):
@@ -232,37 +233,33 @@ def _floating(rows: Sequence[RowInput], floating: Sequence[RowInput]) -> dict[st
 
 
 def settle(
-    batch: Batch, layout: KVLayout, recent: Tensor, drafts: Tensor, length: Tensor, shares: Tensor | None
+    batch: Batch, layout: KVLayout, recent: Tensor, drafts: Tensor, length: Tensor, shares: Tensor | None, ops: Any
 ) -> None:
     """Put the device's truth into the floating rows of a batch, in place and without waiting.
 
-    recent [F, nmax]: newest token (the anchor) and those before it, −1 before the start; drafts [F, J]; length [F]
-    tokens committed, the anchor included; shares [F]: drafts of each row, whose sum is the budget (None: as built).
+    By ring slot S: recent [S, nmax]: newest token (the anchor) and those before it, −1 before the start; drafts [S, J];
+    length [S] tokens committed, the anchor included. shares [F]: drafts of each row, whose sum is the budget (None: as
+    built).
     """
     f = batch.floating
     assert f is not None
-    T = f.tokens
-    f.start_F.copy_(length - 1)
-    if shares is not None:
-        f.count_F.copy_(shares + 1)
-        f.first_F.copy_(f.count_F.cumsum(0) - f.count_F)
-    at = torch.arange(T, device=recent.device)
-    row = torch.searchsorted(f.first_F, at, right=True) - 1
-    off = at - f.first_F[row]
-    pos = f.start_F[row] + off
-    nmax = recent.shape[1]
-    known = torch.cat((recent.flip(1), drafts), 1)[row]
-    lags = known.gather(1, nmax - 1 + off.unsqueeze(1) - torch.arange(nmax, device=at.device))
-    slot = f.slot_F[row]
-    block = (pos // BLOCK_TOKENS).clamp(max=batch.block_table_BP.shape[1] - 1)
-    blocks = batch.block_table_BP[row, block] * BLOCK_TOKENS + pos % BLOCK_TOKENS
-    batch.row_T[:T] = row
-    batch.pos_T[:T] = pos
-    batch.ids_T[:T] = lags[:, 0]
-    batch.lag_ids_TN[:T] = lags
-    batch.ring_slot_T[:T] = slot * layout.ring + pos % layout.ring
-    batch.pair_slot_T[:T] = slot * layout.pair_ring + pos % layout.pair_ring
-    batch.block_slot_T[:T] = torch.where(pos < f.limit_F[row], blocks, PAD)
+    rows = StepRows(
+        f.slot_F,
+        f.limit_F,
+        f.start_F,
+        f.first_F,
+        f.count_F,
+        batch.block_table_BP,
+        batch.ids_T,
+        batch.pos_T,
+        batch.row_T,
+        batch.lag_ids_TN,
+        batch.ring_slot_T,
+        batch.pair_slot_T,
+        batch.block_slot_T,
+    )
+    sizes = {"tokens": f.tokens, "ring": layout.ring, "pair_ring": layout.pair_ring, "block_tokens": BLOCK_TOKENS}
+    ops.settle_rows(rows, recent, drafts, length, shares, **sizes)
 
 
 def _spans(

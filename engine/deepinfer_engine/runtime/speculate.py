@@ -114,7 +114,7 @@ class Speculation:
         if f.budget is not None:
             confidence = ops.dspark_confidence(self.confidence[slot], self.temperatures, self.regime[slot])
             shares = ops.dspark_split(confidence, f.cap_F, f.order_F, torch.full_like(slot[0], f.budget))
-        settle(batch, layout, self.recent[slot], self.drafts[slot], self.length[slot], shares)
+        settle(batch, layout, self.recent, self.drafts, self.length, shares, ops)
 
     @torch.inference_mode()
     def see(self, batch: Batch, taps: Tensor, kv: Any, ops: Any) -> None:
@@ -141,15 +141,12 @@ class Speculation:
 
         ``wanted``: rows whose log-probabilities are reported, with ``top`` alternatives.
         """
-        first, length, token = self._rows(batch, where)
+        first, length, token = self._rows(batch, where, ops)
         logprobs = None if self.logprobs is None else self.logprobs[where.slot]
         block = DraftBlock(self.drafts[where.slot], logprobs)
         verdict = verify(ops, logits, block, first, length, inputs, mode=self.mode)
-        newest = verdict.tokens.gather(1, (verdict.count - 1).unsqueeze(1)).clamp(min=0)
-        last = token + verdict.count - 1
-        self.length.index_copy_(0, where.slot, batch.pos_T[last] + 2)
-        self.recent.index_copy_(0, where.slot, torch.cat((newest, batch.lag_ids_TN[last, :-1]), 1))
-        self.regime.index_copy_(0, where.slot, where.regime)
+        emitted = (verdict.tokens, verdict.count, token, where.slot, where.regime)
+        ops.commit_rows(*emitted, batch.pos_T, batch.lag_ids_TN, self.length, self.recent, self.regime)
         if draft:
             self._draft(where, inputs, kv, ops)
         parts = {}
@@ -171,18 +168,11 @@ class Speculation:
             **parts,
         )
 
-    def _rows(self, batch: Batch, where: RowMap) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(self, batch: Batch, where: RowMap, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
         """(first row of the logits, drafts under test, first token in the step), int64 [B] each."""
         if (f := batch.floating) is None:
             return where.logits_row, torch.zeros_like(where.logits_row), where.token
-        floats, at = where.floating >= 0, where.floating.clamp(min=0)
-        # floating rows come first, and all their tokens have logits
-        first = f.first_F[at]
-        return (
-            torch.where(floats, first, where.logits_row),
-            torch.where(floats, f.count_F[at] - 1, 0),
-            torch.where(floats, first, where.token),
-        )
+        return ops.sampled_rows(where.floating, where.logits_row, where.token, f.first_F, f.count_F)
 
     def _draft(self, where: RowMap, inputs: VerifyInputs, kv: Any, ops: Any) -> None:
         slot = where.slot

@@ -20,6 +20,7 @@ Sources: Leviathan et al. 2023 and Chen et al. 2023 (rejection); Daliri et al. 2
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,111 @@ from deepinfer_kernels.reference.numerics import Numerics
 NO_TOKEN = -3
 #: log of the residual mass below which p and q are equal up to rounding
 _NO_RESIDUAL = math.log(1e-12)
+
+
+class StepRows(NamedTuple):
+    """Arrays of a step, int64, of which the first F rows float; ``settle_rows`` writes into them.
+
+    slot, limit, start, first, count [F]: ring slot, position from which on nothing is kept, first position, first token
+    in the step, tokens. table [B, P]: blocks of every row. ids, pos, row, ring_slot, pair_slot, block_slot [T], lags
+    [T, nmax]: of every token.
+    """
+
+    slot: Tensor
+    limit: Tensor
+    start: Tensor
+    first: Tensor
+    count: Tensor
+    table: Tensor
+    ids: Tensor
+    pos: Tensor
+    row: Tensor
+    lags: Tensor
+    ring_slot: Tensor
+    pair_slot: Tensor
+    block_slot: Tensor
+
+
+def settle_rows(
+    num: Numerics,
+    rows: StepRows,
+    recent: Tensor,
+    drafts: Tensor,
+    length: Tensor,
+    shares: Tensor | None,
+    *,
+    tokens: int,
+    ring: int,
+    pair_ring: int,
+    block_tokens: int,
+) -> None:
+    """Put the device's truth into the floating rows of a step, in place and without waiting.
+
+    By ring slot S: recent [S, nmax]: newest token (the anchor) and those before it, −1 before the start; drafts [S, J];
+    length [S] tokens committed, the anchor included. shares [F]: drafts of each row, whose sum with F is ``tokens``
+    (None: as built). ring, pair_ring: records of a slot; ``block_tokens`` of a block. No entry is kept past a limit.
+    """
+    recent, drafts, length = recent[rows.slot], drafts[rows.slot], length[rows.slot]
+    rows.start.copy_(length - 1)
+    if shares is not None:
+        rows.count.copy_(shares + 1)
+        rows.first.copy_(rows.count.cumsum(0) - rows.count)
+    at = torch.arange(tokens, device=recent.device)
+    row = torch.searchsorted(rows.first, at, right=True) - 1
+    off = at - rows.first[row]
+    pos = rows.start[row] + off
+    nmax = recent.shape[1]
+    known = torch.cat((recent.flip(1), drafts), 1)[row]
+    lags = known.gather(1, nmax - 1 + off.unsqueeze(1) - torch.arange(nmax, device=at.device))
+    slot = rows.slot[row]
+    block = (pos // block_tokens).clamp(max=rows.table.shape[1] - 1)
+    blocks = rows.table[row, block] * block_tokens + pos % block_tokens
+    rows.row[:tokens] = row
+    rows.pos[:tokens] = pos
+    rows.ids[:tokens] = lags[:, 0]
+    rows.lags[:tokens] = lags
+    rows.ring_slot[:tokens] = slot * ring + pos % ring
+    rows.pair_slot[:tokens] = slot * pair_ring + pos % pair_ring
+    rows.block_slot[:tokens] = torch.where(pos < rows.limit[row], blocks, -1)
+
+
+def sampled_rows(
+    num: Numerics, floating: Tensor, logits_row: Tensor, token: Tensor, first: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(first row of the logits, drafts under test, first token in the step) of sampled rows, int64 [B] each.
+
+    floating [B]: which floating row it is, those come first and all their tokens have logits; −1: another, at
+    ``logits_row`` and ``token`` [B]. first, count [F] of the floating rows.
+    """
+    floats, at = floating >= 0, floating.clamp(min=0)
+    begin = first[at]
+    drafts = torch.where(floats, count[at] - 1, 0)
+    return torch.where(floats, begin, logits_row), drafts, torch.where(floats, begin, token)
+
+
+def commit_rows(
+    num: Numerics,
+    tokens: Tensor,
+    count: Tensor,
+    token: Tensor,
+    slot: Tensor,
+    regime: Tensor,
+    position: Tensor,
+    lags: Tensor,
+    length: Tensor,
+    recent: Tensor,
+    regimes: Tensor,
+) -> None:
+    """Keep what a verify step emitted, in place: length [S], newest tokens [S, nmax] and regime [S] by ring slot.
+
+    Of B rows with distinct slots: tokens [B, J+1], of which the first ``count`` ≥ 1 are emitted (a failed one counts as
+    id 0), first token in the step, ring slot, regime. position [T] and lags [T, nmax] of the step's tokens.
+    """
+    newest = tokens.gather(1, (count - 1).unsqueeze(1)).clamp(min=0)
+    last = token + count - 1
+    length.index_copy_(0, slot, position[last] + 2)
+    recent.index_copy_(0, slot, torch.cat((newest, lags[last, :-1]), 1))
+    regimes.index_copy_(0, slot, regime)
 
 
 def dspark_confidence(num: Numerics, logits: Tensor, temperature: Tensor, regime: Tensor) -> Tensor:

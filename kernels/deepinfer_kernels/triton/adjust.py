@@ -17,6 +17,13 @@ from deepinfer_kernels.triton.select import kth_best, number
 _LOWEST, _NAN = tl.constexpr(-0x7F800001), tl.constexpr(0x7FFFFFFF)
 
 
+@triton.jit
+def _penalised(x, count, presence, frequency, repetition):
+    x = tl.where(x > 0, tl.div_rn(x, repetition), times(x, repetition))
+    x = x - times(frequency, count)
+    return x - tl.where(count > 0, presence, 0.0)
+
+
 @triton.jit(do_not_specialize=["P", "V"])
 def _penalise(OUT, ROW, TOKEN, COUNT, PRESENCE, FREQUENCY, REPETITION, P, V, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -24,10 +31,8 @@ def _penalise(OUT, ROW, TOKEN, COUNT, PRESENCE, FREQUENCY, REPETITION, P, V, BLO
     at = OUT + tl.load(ROW + i, mask=mask, other=0) * V + tl.load(TOKEN + i, mask=mask, other=0)
     x, repetition = tl.load(at, mask=mask, other=0.0), tl.load(REPETITION + i, mask=mask, other=1.0)
     count = tl.load(COUNT + i, mask=mask, other=0.0)
-    x = tl.where(x > 0, tl.div_rn(x, repetition), times(x, repetition))
-    x = x - times(tl.load(FREQUENCY + i, mask=mask, other=0.0), count)
-    x = x - tl.where(count > 0, tl.load(PRESENCE + i, mask=mask, other=0.0), 0.0)
-    tl.store(at, x, mask=mask)
+    presence, frequency = tl.load(PRESENCE + i, mask=mask, other=0.0), tl.load(FREQUENCY + i, mask=mask, other=0.0)
+    tl.store(at, _penalised(x, count, presence, frequency, repetition), mask=mask)
 
 
 @triton.jit(do_not_specialize=["Q", "V"])
@@ -78,6 +83,124 @@ def adjust_logits(
         )
     if G := mask_row.numel():
         launch(_hide, (blocks(V, 1024), G), out, contiguous(mask_row), contiguous(mask), V, words, BLOCK=1024)
+    return out
+
+
+@triton.jit(do_not_specialize=["P", "V"], do_not_specialize_on_alignment=["DRAFTS", "FIRST", "LENGTH"])
+def _penalise_known(
+    OUT, DRAFTS, FIRST, LENGTH, ROW, TOKEN, COUNT, PRESENCE, FREQUENCY, REPETITION, P, V, J: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tokens that a sequence has already, at every place of its block: drafts before the place count too."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < P
+    b, token = tl.load(ROW + i, mask=mask, other=0), tl.load(TOKEN + i, mask=mask, other=0)
+    count = tl.load(COUNT + i, mask=mask, other=0.0)
+    presence, frequency = tl.load(PRESENCE + b, mask=mask, other=0.0), tl.load(FREQUENCY + b, mask=mask, other=0.0)
+    repetition = tl.load(REPETITION + b, mask=mask, other=1.0)
+    first, length = tl.load(FIRST + b, mask=mask, other=0), tl.load(LENGTH + b, mask=mask, other=-1)
+    for place in tl.static_range(J + 1):
+        there = mask & (place <= length)
+        at = OUT + (first + place) * V + token
+        x = tl.load(at, mask=there, other=0.0)
+        tl.store(at, _penalised(x, count, presence, frequency, repetition), mask=there)
+        if place < J:
+            count += (tl.load(DRAFTS + b * J + place, mask=mask, other=-1) == token).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["P", "V"], do_not_specialize_on_alignment=["DRAFTS", "FIRST", "LENGTH"])
+def _penalise_drafts(
+    OUT, DRAFTS, FIRST, LENGTH, ROW, TOKEN, PRESENCE, FREQUENCY, REPETITION, P, V, J: tl.constexpr, JP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Drafts that are new to their sequence, at the places behind them; each at its first occurrence in the block."""
+    b = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, JP)
+    draft = tl.load(DRAFTS + b * J + j, mask=j < J, other=-1)
+    known = tl.zeros((JP,), dtype=tl.int32)
+    for start in range(0, P, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        own = tl.load(ROW + i, mask=i < P, other=-1) == b
+        token = tl.load(TOKEN + i, mask=i < P, other=-1)
+        found = (token[None, :] == draft[:, None]) & own[None, :]
+        known = tl.maximum(known, tl.max(found.to(tl.int32), 1))
+    earlier = (draft[None, :] == draft[:, None]) & (j[None, :] < j[:, None])
+    fresh = (known == 0) & (tl.max(earlier.to(tl.int32), 1) == 0) & (draft >= 0)
+    first, length = tl.load(FIRST + b), tl.load(LENGTH + b)
+    presence, frequency, repetition = tl.load(PRESENCE + b), tl.load(FREQUENCY + b), tl.load(REPETITION + b)
+    count = tl.zeros((JP,), dtype=tl.float32)
+    for place in tl.static_range(1, J + 1):
+        count += (draft == tl.load(DRAFTS + b * J + place - 1)).to(tl.float32)
+        there = fresh & (j < place) & (place <= length)
+        at = OUT + (first + place) * V + draft
+        x = tl.load(at, mask=there, other=0.0)
+        tl.store(at, _penalised(x, count, presence, frequency, repetition), mask=there)
+
+
+@triton.jit(do_not_specialize=["Q", "V"], do_not_specialize_on_alignment=["FIRST", "LENGTH"])
+def _add_biases(OUT, FIRST, LENGTH, ROW, TOKEN, BIAS, Q, V, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b, token = tl.load(ROW + i, mask=i < Q, other=0), tl.load(TOKEN + i, mask=i < Q, other=0)
+    first, length = tl.load(FIRST + b, mask=i < Q, other=0), tl.load(LENGTH + b, mask=i < Q, other=-1)
+    bias = tl.load(BIAS + i, mask=i < Q, other=0.0)
+    for place in tl.static_range(PLACES):
+        there = (i < Q) & (place <= length)
+        at = OUT + (first + place) * V + token
+        tl.store(at, tl.load(at, mask=there, other=0.0) + bias, mask=there)
+
+
+@triton.jit(do_not_specialize=["V", "words"], do_not_specialize_on_alignment=["FIRST", "LENGTH"])
+def _hide_places(OUT, FIRST, LENGTH, ROW, MASK, V, words, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    g, place = (tl.program_id(1) // PLACES).to(tl.int64), tl.program_id(1) % PLACES
+    b = tl.load(ROW + g)
+    if place <= tl.load(LENGTH + b):
+        j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        word = tl.load(MASK + (g * PLACES + place) * words + j // 32, mask=j < V, other=-1)
+        to = OUT + (tl.load(FIRST + b) + place) * V + j
+        tl.store(to, tl.full((BLOCK,), float("-inf"), tl.float32), mask=(j < V) & (((word >> (j % 32)) & 1) == 0))
+
+
+def adjust_verify_logits(
+    num: Numerics,
+    logits: Tensor,
+    *,
+    drafts: Tensor,
+    first: Tensor,
+    length: Tensor,
+    row: Tensor,
+    token: Tensor,
+    count: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    bias_row: Tensor,
+    bias_token: Tensor,
+    bias: Tensor,
+    mask_row: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """Copy of verify logits f32 [T, V], adjusted as after the drafts before each row; arguments as in the reference."""
+    V, (B, J), words = logits.shape[1], drafts.shape, mask.shape[2]
+    if logits.dtype is not float32 or mask.dtype is not int32 or (mask_row.numel() and words != blocks(V, 32)):
+        raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}, masks {tuple(mask.shape)} {mask.dtype}")
+    out = contiguous(logits).clone()
+    where = [contiguous(t) for t in (drafts, first, length)]
+    pairs = [contiguous(t) for t in (row, token)]
+    penalties = [contiguous(t) for t in (presence, frequency, repetition)]
+    P = row.numel()
+    if P:
+        arguments = (out, *where, *pairs, contiguous(count), *penalties, P, V)
+        launch(_penalise_known, (blocks(P, 128),), *arguments, J=J, BLOCK=128)
+    if J:
+        sizes = dict(J=J, JP=power_of_two(J), BLOCK=128)
+        launch(_penalise_drafts, (B,), out, *where, *pairs, *penalties, P, V, **sizes)
+    if Q := bias_row.numel():
+        biases = [contiguous(t) for t in (bias_row, bias_token, bias)]
+        launch(_add_biases, (blocks(Q, 128),), out, *where[1:], *biases, Q, V, PLACES=J + 1, BLOCK=128)
+    if G := mask_row.numel():
+        masks = contiguous(mask_row), contiguous(mask)
+        grid = (blocks(V, 1024), G * (J + 1))
+        launch(_hide_places, grid, out, *where[1:], *masks, V, words, PLACES=J + 1, BLOCK=1024)
     return out
 
 

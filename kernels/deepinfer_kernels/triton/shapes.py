@@ -13,11 +13,13 @@ from torch import Tensor
 from deepinfer_kernels.reference.linear import TILE, Kind, Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.reference.speculate import StepRows
 from deepinfer_kernels.shapes import Shapes
 from deepinfer_kernels.triton import (
     adjust,
     attention,
     cache,
+    commit,
     compress,
     engram,
     head,
@@ -40,6 +42,7 @@ _MODULES = (
     adjust,
     attention,
     cache,
+    commit,
     compress,
     engram,
     head,
@@ -218,8 +221,21 @@ def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
         yield "token_logprobs", (logits, _i64(B)), {"top": top}
     if J:
         yield "draft_sample", (logits,), {**filters, "coupled": True}
+        block = {"drafts": _i64(B, J), "first": _i64(B), "length": _i64(B)}
+        masks = _empty(1, J + 1, -(-s.V // 32), dtype=torch.int32)
+        yield "adjust_verify_logits", (logits,), {**block, **pairs, "mask": masks}
         yield "dspark_confidence", (_f32(B, J), _f32(2, J), _i64(B)), {}
         yield "dspark_split", (_f32(B, J), _i64(B), _i64(B), _i64()), {}
+        N = s.hash[0] if s.hash is not None else 1
+        rows = StepRows(*(_i64(1) for _ in range(5)), _i64(1, 1), *(_i64(2) for _ in range(3)), _i64(2, N),
+                        *(_i64(2) for _ in range(3)))  # fmt: skip
+        kept = (_i64(9, N), _i64(9, J), _i64(9))
+        for shares in (None, _i64(B)):
+            sizes = dict(tokens=2, ring=9, pair_ring=9, block_tokens=9)
+            yield "settle_rows", (rows, *kept, shares), sizes
+        yield "sampled_rows", tuple(_i64(B) for _ in range(5)), {}
+        emitted = (_i64(B, J + 1), *(_i64(B) for _ in range(4)), _i64(2), _i64(2, N))
+        yield "commit_rows", (*emitted, _i64(9), _i64(9, N), _i64(9)), {}
         yield "verify_rows", (_i64(B),), {"total": 2}
         yield "accept_drawn", (_i64(2), _i64(B, J), _i64(B), _i64(B)), {}
         yield "truncate_emitted", (_i64(B, J + 1), _i64(B)), {"stop": _i64(B, 1), "room": _i64(B)}
