@@ -227,8 +227,8 @@ def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
         yield "dspark_confidence", (_f32(B, J), _f32(2, J), _i64(B)), {}
         yield "dspark_split", (_f32(B, J), _i64(B), _i64(B), _i64()), {}
         N = s.hash[0] if s.hash is not None else 1
-        rows = StepRows(*(_i64(1) for _ in range(5)), _i64(1, 1), *(_i64(2) for _ in range(3)), _i64(2, N),
-                        *(_i64(2) for _ in range(3)))  # fmt: skip
+        rows = StepRows._make([*(_i64(1) for _ in range(5)), _i64(1, 1), *(_i64(2) for _ in range(7))])
+        rows = rows._replace(lags=_i64(2, N))
         kept = (_i64(9, N), _i64(9, J), _i64(9))
         for shares in (None, _i64(B)):
             sizes = dict(tokens=2, ring=9, pair_ring=9, block_tokens=9)
