@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.tilelang import attention, build, experts, families, index, launch
 from recipes.kernels import bench
 
@@ -37,9 +36,8 @@ CASES: tuple[Callable[[], bench.Case], ...] = (
 
 @contextmanager
 def programs() -> Iterator[None]:
-    """The cases call TileLang while this holds, with weights it reads; what it lacks stays Triton's."""
-    before = {name: getattr(bench, name) for name in (*MODULES, "fp4")}
-    bench.fp4 = _halves
+    """The cases call TileLang while this holds; what it lacks stays Triton's."""
+    before = {name: getattr(bench, name) for name in MODULES}
     for name, module in MODULES.items():
         names = {n: getattr(module, n, getattr(before[name], n)) for n in dir(before[name])}
         setattr(bench, name, SimpleNamespace(**names))
@@ -48,12 +46,6 @@ def programs() -> Iterator[None]:
     finally:
         for name, module in before.items():
             setattr(bench, name, module)
-
-
-def _halves(*shape: int) -> Weight:
-    *stack, outs, inner = shape
-    scale = torch.randint(117, 121, (*stack, outs, inner // 32), device="cuda", dtype=torch.uint8)
-    return Weight(bench.u8(*stack, outs, inner // 2), "fp4", scale, halves=True)
 
 
 def compile_all(cache: Path) -> None:
@@ -75,9 +67,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="kernel cache, for the programs")
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
+    parser.add_argument("--build", action="store_true", help="compile the programs, time nothing")
     args = parser.parse_args()
     torch.manual_seed(0)
     compile_all(args.cache)
+    if args.build:
+        return
     copy, product = bench.ceilings()
     rows: list[dict[str, Any]] = [{"name": "copy", "gb_s": copy / 1e9}, {"name": "bf16", "tflop_s": product / 1e12}]
     print(f"copy {copy / 1e12:.2f} TB/s, bf16 product {product / 1e12:.0f} TFLOP/s")
@@ -87,7 +82,7 @@ def main() -> None:
         row: dict[str, Any] = {"name": case.name, "bytes": case.bytes, "flops": case.flops, "bound_us": bound}
         row["triton_us"] = bench._safely(lambda case=case: bench.timed(case.ours, case.bytes))
         with programs():
-            row["us"] = bench._safely(lambda make=make: bench.timed((own := make()).ours, own.bytes))
+            row["us"] = bench._safely(lambda case=case: bench.timed(case.ours, case.bytes))
         rows.append(row)
         share = bound / row["us"] if isinstance(row["us"], float) else 0.0
         print(

@@ -47,8 +47,8 @@ PROGRAMS = [
     # the tensor cores of Blackwell by the instructions of Ampere: correct, and slower than Triton's
     ("attention.attend", dict(N=64, D=512, SPLIT=False, HEADS=64), "sm100", "HMMA"),
     ("attention.join", dict(N=64, D=512), "sm100", ""),
-    ("experts.gate_up", dict(N=2304, K=5120) | _MANY[0]._asdict() | dict(GRAIN=32), "sm90", "HGMMA.64x256x16"),
-    ("experts.down", dict(N=5120, K=2304) | _FEW[1]._asdict() | dict(GRAIN=32), "sm90", "HGMMA.64x32x16"),
+    ("experts.gate_up", dict(N=2304, K=5120) | _MANY[0]._asdict(), "sm90", "HGMMA.64x256x16"),
+    ("experts.down", dict(N=5120, K=2304) | _FEW[1]._asdict(), "sm90", "HGMMA.64x32x16"),
     ("experts.gate_up_blackwell", dict(N=2304, K=5120, BT=128), "sm100", "UTCHMMA"),
     ("experts.down_blackwell", dict(N=320, K=192, BT=32), "sm100", "UTCHMMA"),
     ("index.index_scores", dict(HEADS=32, D=128, QB=8), "sm90", "HGMMA.64x256x16"),

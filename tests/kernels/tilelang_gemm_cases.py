@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from torch import Tensor
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import index as reference_index
 from deepinfer_kernels.reference import moe as reference_moe
-from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.linear import Weight, in_tiles
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.tilelang import build, experts, families, index, launch
 
 NUM = NUMERICS["fast"]
-#: hidden and expert width: whole tiles, and a last tile with 32 of its outputs
-WIDTHS = [(256, 128), (320, 192)]
+#: hidden and expert width: whole tiles, and an odd number of tiles of which the last is half full
+WIDTHS = [(256, 128), (288, 160)]
 #: rows of seven slots: a few, one class up, many; empty slots and slots with part of a tile
 COUNTS = [
     (0, 3, 1, 0, 17, 33, 2),
@@ -58,17 +59,23 @@ def on(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
             return value.to(device)
         if isinstance(value, ExpertBank):
             return ExpertBank(*(moved(w) for w in (value.w1, value.w3, value.w2)))
-        return (
-            Weight(value.data.to(device), value.kind, value.scale.to(device), True) if hasattr(value, "kind") else value
-        )
+        if isinstance(value, Weight) and value.scale is not None:
+            return replace(value, data=value.data.to(device), scale=value.scale.to(device))
+        return value
 
     return tuple(moved(a) for a in arguments)
 
 
-def fp4(*shape: int, scales: tuple[int, int] = (115, 125)) -> Weight:
+def fp4(*shape: int) -> Weight:
     *stack, outs, inner = shape
-    scale = torch.randint(*scales, (*stack, outs, inner // 32), dtype=torch.uint8)
-    return Weight(torch.randint(0, 256, (*stack, outs, inner // 2), dtype=torch.uint8), "fp4", scale, True)
+    scale = torch.randint(115, 125, (*stack, outs, inner // 32), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (*stack, outs, inner // 2), dtype=torch.uint8)
+    return tiled(codes, scale)
+
+
+def tiled(codes: Tensor, scale: Tensor) -> Weight:
+    data, scales = in_tiles(codes, scale, "fp4")
+    return Weight(data, "fp4", scales, shape=(codes.shape[-2], 2 * codes.shape[-1]))
 
 
 def make_experts(counts: tuple[int, ...], H: int, width: int) -> tuple[Any, ...]:
@@ -109,32 +116,33 @@ def test_experts_agree_with_the_reference(H: int, width: int, counts: tuple[int,
         check("moe_experts", poisoned(form, *arguments), expected)
 
 
-def test_every_code_times_every_scale_is_exact():
-    """One-hot rows read single weights: all codes under all scales but those of zero and NaN, from each nibble."""
-    counts = torch.tensor([160, 0, 0])
-    for scale in range(1, 255, 11):
-        values = torch.arange(192 * 160, dtype=torch.int64).mul(7).remainder(256).to(torch.uint8).view(192, 160)
-        w2 = Weight(
-            torch.zeros(3, 320, 96, dtype=torch.uint8), "fp4", torch.full((3, 320, 6), scale, dtype=torch.uint8), True
-        )
-        w2.data[0].copy_(values.flatten()[: 320 * 96].view(320, 96))
-        a = torch.zeros(160, 192).bfloat16()
-        a[torch.arange(160), torch.arange(160)] = 2.0 ** (20 if scale < 127 else -20)
-        y = torch.full((160, 320), float("nan"), dtype=torch.bfloat16, device="cuda")
-        tile = experts.tiles(160, 3)[1]
-        held = on((counts, w2), "cuda")
-        codes, scales = experts._bytes(held[1])
-        sizes = experts._sizes(320, 192, tile, experts.platform() == "sm100")
-        name = "experts.down_blackwell" if experts.platform() == "sm100" else "experts.down"
-        launch.launch(name, sizes, a.cuda(), held[0], codes, scales, y, experts._most_tiles(160, 3, tile.BT))
-        expected = (a.double() @ w2.dense[0].double().mT).bfloat16()
+@pytest.mark.parametrize("tile", [experts._FEW[1], experts._MANY[1]], ids=["few", "many"])
+def test_every_code_times_every_scale_is_exact(tile: experts.Tile):
+    """One-hot rows read single weights: all codes under scales from the smallest to the largest of tiles."""
+    new = experts.platform() == "sm100"
+    x = torch.eye(160)
+    codes = torch.arange(3 * 288 * 80).mul(7).remainder(256).to(torch.uint8).view(3, 288, 80)
+    for scale in [*range(1, 128, 9), 127, 128]:
+        scales = torch.full((3, 288, 5), scale, dtype=torch.uint8)
+        scales[:, ::3] -= 1  # rows and groups have their own
+        scales[:, :, 1::2] -= scales[:, :, 1::2].clamp(max=2)
+        w2 = tiled(codes, scales)
+        factor = 2.0 ** (100 if scale < 64 else 0)  # results in the middle of the range
+        y = torch.full((160, 288), float("nan"), dtype=torch.bfloat16, device="cuda")
+        counts, held = on((torch.tensor([0, 160, 0]), w2), "cuda")
+        sizes = experts._sizes(288, 160, tile, new)
+        launch.launch(
+            "experts.down_blackwell" if new else "experts.down", sizes, (x * factor).bfloat16().cuda(), counts,
+            *experts._words(held), y, experts._most_tiles(160, 3, int(sizes["BT"])),
+        )  # fmt: skip
+        expected = (x.double() * factor @ w2.dense[1].double().mT).bfloat16()
         assert torch.equal(y.cpu(), expected), scale
 
 
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
 @pytest.mark.parametrize("counts", [COUNTS[0], COUNTS[2], COUNTS[3]])
 def test_a_fault_stays_in_its_row(counts: tuple[int, ...], fault: float):
-    x, *rest = make_experts(counts, 320, 192)
+    x, *rest = make_experts(counts, 288, 160)
     whole = experts.moe_experts(NUM, *on((x, *rest), "cuda"))
     x[4, 7] = fault
     arguments = on((x, *rest), "cuda")
@@ -145,7 +153,7 @@ def test_a_fault_stays_in_its_row(counts: tuple[int, ...], fault: float):
 
 
 def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot():
-    x, _, bank, weight, limit = on(make_experts((700,) + (0,) * 6, 320, 192), "cuda")
+    x, _, bank, weight, limit = on(make_experts((700,) + (0,) * 6, 288, 160), "cuda")
     whole = experts.moe_experts_invariant(NUM, x, torch.tensor([700] + [0] * 6).cuda(), bank, weight, limit)
     for start, stop in ((0, 1), (100, 103), (60, 300)):
         counts = torch.tensor([stop - start] + [0] * 6).cuda()
@@ -183,7 +191,7 @@ def test_a_fault_in_a_key_or_query_reaches_its_scores_alone(fault: float):
 
 
 def test_calls_in_a_graph_follow_their_new_inputs():
-    x, counts, bank, weight, limit = on(make_experts(COUNTS[2], 320, 192), "cuda")
+    x, counts, bank, weight, limit = on(make_experts(COUNTS[2], 288, 160), "cuda")
     experts.moe_experts(NUM, x, counts, bank, weight, limit)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -196,7 +204,7 @@ def test_calls_in_a_graph_follow_their_new_inputs():
 
 
 def test_wrong_shapes_and_types_are_refused():
-    x, counts, bank, weight, limit = on(make_experts((5, 0), 320, 192), "cuda")
+    x, counts, bank, weight, limit = on(make_experts((5, 0), 288, 160), "cuda")
     with pytest.raises(ValueError, match="5 rows for 2 slots"):
         experts.moe_experts(NUM, x, counts[:1], bank, weight, limit)
     with pytest.raises(TypeError, match="rows are bfloat16"):

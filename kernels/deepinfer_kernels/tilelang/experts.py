@@ -1,7 +1,7 @@
-"""Routed experts over physical slots of MXFP4 weights: gate and up with SwiGLU and routing weight, then down.
+"""Routed experts over physical slots of MXFP4 weights in tiles: gate and up with SwiGLU and routing weight, then down.
 
-Rows lie sorted by slot; a block finds its slot from the counts, so nothing waits for the host. Other weights than MXFP4
-whose rows fill whole steps are Triton's.
+Rows lie sorted by slot; a block finds its slot from the counts, so nothing waits for the host. Other weights, which
+prepare_weight leaves as matrices, are Triton's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, bfloat16, empty, float32, int64, uint8, uint32
 
-from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference.linear import TILE, Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.tilelang.launch import launch, platform
@@ -25,19 +25,18 @@ class Tile(NamedTuple):
     """How a program is cut, see ``experts_cuda``; on Blackwell only ``BT`` counts."""
 
     BT: int
-    BK: int
+    TILES: int
     STAGES: int
     ahead: bool = True
     alone: bool = True
     share: int = 1
-    pair: bool = False
-    GRAIN: int = 0
+    GRAIN: int = 16
 
 
 #: tiles of the two programs by the mean number of rows of a slot: reading weights, decoding them, the tensor cores
-_FEW = (Tile(32, 128, 4, ahead=False, alone=False, share=2), Tile(32, 128, 4, ahead=False, alone=False, share=2))
-_SOME = (Tile(64, 128, 3, False, False, 2, GRAIN=16), Tile(64, 128, 3, False, False, 2, GRAIN=16))
-_MANY = (Tile(256, 64, 4, GRAIN=32), Tile(256, 64, 4, GRAIN=32))
+_FEW = (Tile(32, 2, 4, False, False, 2), Tile(32, 2, 4, False, False, 2))
+_SOME = (Tile(80, 1, 6, False, False, 2), Tile(64, 2, 3, False, False, 2))
+_MANY = (Tile(256, 1, 4), Tile(256, 1, 4))
 #: mean rows of a slot, one of each class
 _MEANS = (1, 25, 200)
 
@@ -50,7 +49,7 @@ def tiles(rows: int, slots: int) -> tuple[Tile, Tile]:
 
 def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float) -> Tensor:
     """Expert outputs [M, H] of ``rows`` [M, H] sorted by slot; ``counts`` [S] int64 rows per slot; weight [M]."""
-    if not _mxfp4(bank):
+    if not _in_tiles(bank):
         from deepinfer_kernels.triton import moe
 
         return moe.moe_experts(num, rows, counts, bank, weight, limit)
@@ -61,32 +60,30 @@ def moe_experts_invariant(
     num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float
 ) -> Tensor:
     """``moe_experts`` on tiles of one size, whatever the number of rows."""
-    if not _mxfp4(bank):
+    if not _in_tiles(bank):
         from deepinfer_kernels.triton import moe
 
         return moe.moe_experts_invariant(num, rows, counts, bank, weight, limit)
     return _experts(rows, counts, bank, weight, limit, _SOME)
 
 
-def _mxfp4(bank: ExpertBank) -> bool:
-    """Whether these programs read a bank: MXFP4 in halves, rows of whole steps and of whole 16 bytes."""
+def _in_tiles(bank: ExpertBank) -> bool:
+    """Whether these programs read a bank: MXFP4 in tiles, results of whole 16 bytes."""
     weights = (bank.w1, bank.w3, bank.w2)
-    return all(w.kind == "fp4" and w.scale is not None and w.halves for w in weights) and all(
-        not w.data.shape[-2] % 8 and not w.data.shape[-1] % 32 for w in weights
-    )
+    return all(w.kind == "fp4" and w.scale is not None and w.shape is not None and not w.shape[0] % 8 for w in weights)
 
 
 def _experts(
     x: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float, chosen: tuple[Tile, Tile]
 ) -> Tensor:
     x, counts, weight = x.contiguous(), counts.contiguous(), weight.contiguous()
-    (M, H), (S, I) = x.shape, bank.w1.data.shape[:2]  # noqa: E741 — I is the expert width
+    (M, H), S, I = x.shape, bank.w1.data.shape[0], bank.w1.sizes[0]  # noqa: E741 — I is the expert width
     if counts.shape != (S,) or weight.shape != (M,):
         shapes = [tuple(t.shape) for t in (counts, weight)]
         raise ValueError(f"{M} rows for {S} slots, counts and routing weights {shapes}")
-    for w, expected in ((bank.w1, (S, I, H // 2)), (bank.w3, (S, I, H // 2)), (bank.w2, (S, H, I // 2))):
-        if w.data.shape != expected:
-            raise ValueError(f"rows of width {H}, experts of width {I}, weight {tuple(w.data.shape)}, not {expected}")
+    for w, expected in ((bank.w1, (I, H)), (bank.w3, (I, H)), (bank.w2, (H, I))):
+        if w.sizes != expected or w.data.shape[0] != S:
+            raise ValueError(f"rows of width {H}, {S} experts of width {I}, weight {w.data.shape[0]} x {w.sizes}")
     if (x.dtype, counts.dtype, weight.dtype) != (bfloat16, int64, float32):
         got = f"{x.dtype}, {counts.dtype}, {weight.dtype}"
         raise TypeError(f"rows are bfloat16, counts int64, routing weights float32; got {got}")
@@ -98,26 +95,24 @@ def _experts(
     new = platform() == "sm100"
     names = ("experts.gate_up_blackwell", "experts.down_blackwell") if new else ("experts.gate_up", "experts.down")
     launch(
-        names[0], _sizes(I, H, gate_up, new), x, counts, *_bytes(bank.w1), *_bytes(bank.w3), weight, a,
+        names[0], _sizes(I, H, gate_up, new), x, counts, *_words(bank.w1), *_words(bank.w3), weight, a,
         float(limit), _most_tiles(M, S, gate_up.BT),
     )  # fmt: skip
-    launch(names[1], _sizes(H, I, down, new), a, counts, *_bytes(bank.w2), y, _most_tiles(M, S, down.BT))
+    launch(names[1], _sizes(H, I, down, new), a, counts, *_words(bank.w2), y, _most_tiles(M, S, down.BT))
     return y
 
 
 def _sizes(N: int, K: int, tile: Tile, new: bool) -> dict[str, int | str]:
     if new:
-        return dict(N=N, K=K, BT=max(32, min(128, tile.BT)))
-    if K % tile.BK:  # steps of the smaller size divide every width
-        tile = tile._replace(BK=64)
-    return dict(N=N, K=K) | tile._replace(GRAIN=tile.GRAIN or tile.BT)._asdict()
+        return dict(N=N, K=K, BT=max(32, min(128, 1 << (tile.BT - 1).bit_length())))
+    return dict(N=N, K=K) | tile._asdict()
 
 
-def _bytes(weight: Weight) -> tuple[Tensor, Tensor]:
-    """A bank's codes as rows, its scales in words."""
+def _words(weight: Weight) -> tuple[Tensor, Tensor]:
+    """A bank's codes, two rows a tile, and its scales, one row."""
     assert weight.scale is not None
-    codes, scales = weight.data.view(uint8).contiguous(), weight.scale.view(uint8).contiguous()
-    return codes.flatten(0, 1), scales.flatten().view(uint32)
+    codes, scales = (t.view(uint8).contiguous().view(uint32) for t in (weight.data, weight.scale))
+    return codes.view(-1, 256), scales.view(-1, 32)
 
 
 def _most_tiles(rows: int, slots: int, size: int) -> int:
@@ -128,14 +123,14 @@ def _most_tiles(rows: int, slots: int, size: int) -> int:
 def calls(shapes: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """A number of rows of every class."""
 
-    def fp4(*shape: int) -> Weight:
-        *stack, outs, inner = shape
-        codes, scales = (torch.empty(*stack, outs, inner // n, dtype=uint8, device="meta") for n in (2, 32))
-        return Weight(codes, "fp4", scales, True)
+    def fp4(slots: int, outs: int, inner: int) -> Weight:
+        stack = (slots, -(-outs // TILE), -(-inner // TILE))
+        codes, scales = (torch.empty(*stack, n, dtype=uint8, device="meta") for n in (2048, 128))
+        return Weight(codes, "fp4", scales, shape=(outs, inner))
 
     for _, _, slots, width in shapes.routers:
         bank = ExpertBank(fp4(slots, width, shapes.H), fp4(slots, width, shapes.H), fp4(slots, shapes.H, width))
-        if not _mxfp4(bank):
+        if not _in_tiles(bank):
             continue
         for mean in _MEANS:
             rows = mean * slots

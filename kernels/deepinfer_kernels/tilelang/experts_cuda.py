@@ -1,60 +1,55 @@
 """TileLang programs of grouped MXFP4 products: weights are the left operand, decoded in the registers it lies in.
 
-A producer loads codes and rows by TMA; two warpgroups decode and multiply. Rows lie sorted by slot, blocks find their
-tile from the counts.
+Weights lie in tiles of 64 rows and inputs (``in_tiles`` of the reference): 2,048 bytes of codes, as 2 x 256 words, and
+32 words of scales. A producer loads them and rows by TMA; two warpgroups decode and multiply a tile's rows each. Rows
+lie sorted by slot, blocks find their tile of them from the counts.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportCallIssue=false
 
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 import tilelang.language as T
-from tilelang.layout import (
-    make_full_bank_swizzled_layout,
-    make_half_bank_swizzled_layout,
-    make_quarter_bank_swizzled_layout,
-)
+from tilelang.layout import make_full_bank_swizzled_layout
 
 SOURCE = Path(__file__).with_name("mxfp4.cuh").read_text()
 PASSES: dict[str, dict[str, Any]] = {}
 
 
-def _product(N, K, BT, BK, STAGES, ahead, alone, share, pair, GRAIN, gated):
-    """Kernel: OUT [M, N] of rows X [M, K] sorted by slot and weights [S, N, K].
+def _product(N, K, BT, TILES, STAGES, ahead, alone, share, GRAIN, gated):
+    """OUT [M, N] of rows X [M, K] sorted by slot and weights [S, N, K], for Hopper.
 
-    ``gated``: two weights, whose products become routed activations; 64 outputs per tile then, otherwise 128.
+    A block has ``BT`` rows and steps of ``TILES`` tiles, 1 or 2, ``STAGES`` of them in flight. ``ahead``: the next step
+    is decoded while one is multiplied, into more registers. ``alone``: a block fills its multiprocessor and its loaders
+    give their registers away; otherwise ``share`` blocks do. The last rows of a slot are multiplied in a multiple of
+    ``GRAIN`` columns. ``gated``: two weights, one for each warpgroup, whose products become routed activations, 64 per
+    block; otherwise one weight and 128 outputs.
     """
     M, S, R, Q = (T.dynamic(n) for n in ("M", "S", "R", "Q"))
-    groups, steps, stride, width = BK // 32, K // BK, K // 32, 64 if gated else 128
-    swizzled = make_half_bank_swizzled_layout if BK == 128 else make_quarter_bank_swizzled_layout
-    tiles = -(-N // width) + (-(-N // width) % 2 if pair else 0)
-    sums, apart, words = BT // 2, 64 if gated else 8, 128 * stride // 4
+    BK = 64 * TILES
+    blocks, tiles, width = -(-N // 64), -(-K // 64), 64 if gated else 128
+    steps = -(-tiles // TILES)
+    sums = BT // 2
     loaders = 128 if alone else 32  # registers are moved between whole warpgroups
-    mask, cluster = (3, 2) if pair else (None, None)
-    panel, box = BT * 64 * 2, BT if GRAIN == BT else max(64, GRAIN)
+    panel, box = BT * 64 * 2, BT if GRAIN == BT else GRAIN if BT <= 64 else gcd(BT, 64)
     finish = f"mx_activate<{BT}>" if gated else f"mx_results<{BT}>"
 
     @T.macro
-    def decode(a, c_s, s_s, k):
-        T.call_extern(
-            "handle", f"mx_decode<{groups}, {apart}>", T.access_ptr(a, "w"),
-            T.access_ptr(c_s[k % STAGES, 0, 0], "r", 128 * BK // 2), T.access_ptr(s_s, "r"), stride, k,
-        )  # fmt: skip
+    def decode(a, at, k):
+        T.call_extern("handle", f"mx_decode<{TILES}>", T.access_ptr(a, "w"), T.access_ptr(at, "r"), k % STAGES)
 
     @T.macro
-    def multiply(a, x_s, acc, k, rows):
-        desc = T.alloc_wgmma_desc()
-        T.initialize_wgmma_descriptor(desc, x_s.access_ptr("r"), 1, 1, 64)
-        T.increase_descriptor_offset(desc, (k % STAGES) * (BT * BK * 2))
+    def multiply(a, desc, acc, k, rows):
         T.warpgroup_fence_operand(a, num_regs=BK // 4)
         T.warpgroup_fence_operand(acc, num_regs=sums)
         T.warpgroup_arrive()
         for ki in T.unroll(BK // 16):
             T.ptx_wgmma_rs(
                 "float32", f"m64n{rows}k16", True, "bf16", "bf16", "fp32", a.data, ki * 8, desc.data,
-                ((ki // 4) * panel + (ki % 4) * 32) >> 4, acc.data, 0, 1, 1, 1,
+                ((k % STAGES) * (BT * BK * 2) + (ki // 4) * panel + (ki % 4) * 32) >> 4, acc.data, 0, 1, 1, 1,
             )  # fmt: skip
         T.warpgroup_commit_batch()
 
@@ -67,202 +62,203 @@ def _product(N, K, BT, BK, STAGES, ahead, alone, share, pair, GRAIN, gated):
     @T.macro
     def release(empty, k):
         if T.get_thread_binding() % 32 == 0:
-            if pair:
-                T.mbarrier_arrive(empty[k % STAGES], 0)
-                T.mbarrier_arrive(empty[k % STAGES], 1)
-            else:
-                T.mbarrier_arrive(empty[k % STAGES])
+            T.mbarrier_arrive(empty[k % STAGES])
 
     @T.macro
-    def step(a, b, acc, x_s, c_s, s_s, full, empty, k, rows):
-        """Multiply step k, whose operand is ``a``; decode the next one into ``b`` meanwhile."""
-        multiply(a, x_s, acc, k, rows)
-        if k + 1 < steps:
-            T.mbarrier_wait_parity(full[(k + 1) % STAGES], ((k + 1) // STAGES) & 1)
-            decode(b, c_s, s_s, k + 1)
+    def one_step(rows, acc, a, desc, at, full, empty, k):
+        T.mbarrier_wait_parity(full[k % STAGES], (k // STAGES) & 1)
+        decode(a, at, k)
+        multiply(a, desc, acc, k, rows)
         drain(a, acc)
         release(empty, k)
 
     @T.macro
-    def all_steps(rows, acc, a, b, x_s, c_s, s_s, full, empty):
-        if ahead:
-            T.mbarrier_wait_parity(full[0], 0)
-            decode(a, c_s, s_s, 0)
-            for kk in T.serial(steps // 2):
-                step(a, b, acc, x_s, c_s, s_s, full, empty, 2 * kk, rows)
-                step(b, a, acc, x_s, c_s, s_s, full, empty, 2 * kk + 1, rows)
-            if steps % 2 == 1:
-                step(a, b, acc, x_s, c_s, s_s, full, empty, steps - 1, rows)
-        else:
-            for k in T.serial(steps):
-                T.mbarrier_wait_parity(full[k % STAGES], (k // STAGES) & 1)
-                decode(a, c_s, s_s, k)
-                multiply(a, x_s, acc, k, rows)
-                drain(a, acc)
-                release(empty, k)
+    def step_ahead(a, b, acc, desc, at, full, empty, k, rows):
+        """Multiply step k, whose operand is ``a``; decode the next one into ``b`` meanwhile."""
+        multiply(a, desc, acc, k, rows)
+        if k + 1 < steps:
+            T.mbarrier_wait_parity(full[(k + 1) % STAGES], ((k + 1) // STAGES) & 1)
+            decode(b, at, k + 1)
+        drain(a, acc)
+        release(empty, k)
 
     @T.macro
-    def steps_of(rows, there, acc, a, b, x_s, c_s, s_s, full, empty):
+    def all_steps(rows, acc, a, b, desc, at, full, empty):
+        if ahead:
+            T.mbarrier_wait_parity(full[0], 0)
+            decode(a, at, 0)
+            for kk in T.serial(steps // 2):
+                step_ahead(a, b, acc, desc, at, full, empty, 2 * kk, rows)
+                step_ahead(b, a, acc, desc, at, full, empty, 2 * kk + 1, rows)
+            if steps % 2 == 1:
+                step_ahead(a, b, acc, desc, at, full, empty, steps - 1, rows)
+        else:
+            # a stage's addresses are constants where steps are unrolled by stages
+            for r in T.serial(steps // STAGES):
+                for s in T.unroll(STAGES):
+                    one_step(rows, acc, a, desc, at, full, empty, r * STAGES + s)
+            for s in T.unroll(steps % STAGES):
+                one_step(rows, acc, a, desc, at, full, empty, steps // STAGES * STAGES + s)
+
+    @T.macro
+    def steps_of(rows, there, acc, a, b, desc, at, full, empty):
         """All steps with the narrowest product that covers the rows of the tile."""
         if rows <= GRAIN:
-            all_steps(rows, acc, a, b, x_s, c_s, s_s, full, empty)
+            all_steps(rows, acc, a, b, desc, at, full, empty)
         else:
             if there > rows - GRAIN:
-                all_steps(rows, acc, a, b, x_s, c_s, s_s, full, empty)
+                all_steps(rows, acc, a, b, desc, at, full, empty)
             else:
-                steps_of(rows - GRAIN, there, acc, a, b, x_s, c_s, s_s, full, empty)
+                steps_of(rows - GRAIN, there, acc, a, b, desc, at, full, empty)
 
     @T.macro
     def body(X, COUNTS, W1, S1, W3, S3, WEIGHT, OUT, limit, bn, place):
-        x_s = T.alloc_shared((STAGES, BT, BK), "bfloat16")
-        c_s = T.alloc_shared((STAGES, 128, BK // 2), "uint8")
-        s_s = T.alloc_shared((-(-words // 256) * 256,), "uint32")
+        x_s = T.alloc_shared((STAGES, TILES, BT, 64), "bfloat16")
+        c_s = T.alloc_shared((STAGES, 2, 2 * TILES, 256), "uint32")
+        s_s = T.alloc_shared((STAGES, 2, TILES, 32), "uint32")
         acc = T.alloc_local((sums,), "float32")
         a = T.alloc_local((BK // 2,), "bfloat16")
         b = T.alloc_local((BK // 2,), "bfloat16")
         found = T.alloc_local((3,), "int32")
+        at = T.alloc_local((2,), "int32")
         full = T.alloc_barrier([loaders] * STAGES)
-        empty = T.alloc_cluster_barrier([16] * STAGES) if pair else T.alloc_barrier([8] * STAGES)
-        scaled = T.alloc_barrier([loaders])
-        T.annotate_layout({c_s: swizzled(c_s), x_s: make_full_bank_swizzled_layout(x_s)})
+        empty = T.alloc_barrier([8] * STAGES)
+        T.annotate_layout({x_s: make_full_bank_swizzled_layout(x_s)})
         tx = T.get_thread_binding()
         T.call_extern("handle", f"mx_find_tile<{BT}>", T.access_ptr(COUNTS, "r"), S, place, T.access_ptr(found, "w"))
         slot, first, end = found[0], found[1], found[2]
-        n0 = bn * width
-        row, at = slot * N + n0, (slot * N + n0) * stride // 4
+        upper = (slot * blocks + (bn if gated else 2 * bn)) * tiles
+        lower = upper if gated else upper + tiles
         if found[0] < S:
             if tx >= 256:
                 if alone:
                     T.dec_max_nreg(40)
-                if gated:
-                    T.tma_copy(S1[at : at + words // 2], s_s[0 : words // 2], barrier=scaled[0])
-                    T.tma_copy(S3[at : at + words // 2], s_s[words // 2 : words], barrier=scaled[0])
-                else:
-                    T.tma_copy(S1[at : at + words], s_s[0:words], barrier=scaled[0])
-                T.mbarrier_arrive(scaled[0])
                 for k in T.serial(steps):
                     stage = k % STAGES
-                    k0 = k * (BK // 2)
+                    w1, w3 = upper + k * TILES, lower + k * TILES
                     T.mbarrier_wait_parity(empty[stage], ((k // STAGES) & 1) ^ 1)
+                    T.tma_copy(W1[2 * w1 : 2 * w1 + 2 * TILES, 0:256], c_s[stage, 0, :, :], barrier=full[stage])
+                    T.tma_copy(W3[2 * w3 : 2 * w3 + 2 * TILES, 0:256], c_s[stage, 1, :, :], barrier=full[stage])
+                    T.tma_copy(S1[w1 : w1 + TILES, 0:32], s_s[stage, 0, :, :], barrier=full[stage])
+                    T.tma_copy(S3[w3 : w3 + TILES, 0:32], s_s[stage, 1, :, :], barrier=full[stage])
                     for i in T.unroll(BT // box):
                         if i == 0 or first + i * box < end:
-                            T.tma_copy(
-                                X[first + i * box : first + (i + 1) * box, k * BK : (k + 1) * BK],
-                                x_s[stage, i * box : (i + 1) * box, :],
-                                barrier=full[stage],
-                                cluster_mask=mask,
-                            )
-                    if gated:
-                        T.tma_copy(W1[row : row + 64, k0 : k0 + BK // 2], c_s[stage, 0:64, :], barrier=full[stage])
-                        T.tma_copy(W3[row : row + 64, k0 : k0 + BK // 2], c_s[stage, 64:128, :], barrier=full[stage])
-                    else:
-                        T.tma_copy(W1[row : row + 128, k0 : k0 + BK // 2], c_s[stage, :, :], barrier=full[stage])
+                            for p in T.unroll(TILES):
+                                k0 = k * BK + p * 64
+                                T.tma_copy(
+                                    X[first + i * box : first + (i + 1) * box, k0 : k0 + 64],
+                                    x_s[stage, p, i * box : (i + 1) * box, :],
+                                    barrier=full[stage],
+                                )
                     T.mbarrier_arrive(full[stage])
             else:
                 if alone:
                     T.inc_max_nreg(232)
                 for i in T.unroll(sums):
                     acc[i] = 0.0
-                T.mbarrier_wait_parity(scaled[0], 0)
-                steps_of(BT, end - first, acc, a, b, x_s, c_s, s_s, full, empty)
+                T.call_extern(
+                    "handle",
+                    f"mx_places<{TILES}>",
+                    T.access_ptr(at, "w"),
+                    T.access_ptr(c_s, "r"),
+                    T.access_ptr(s_s, "r"),
+                )
+                desc = T.alloc_wgmma_desc()
+                T.initialize_wgmma_descriptor(desc, x_s.access_ptr("r"), 1, 1, 64)
+                steps_of(BT, end - first, acc, a, b, desc, at, full, empty)
                 if gated:
                     T.call_extern(
-                        "handle", finish, T.access_ptr(acc, "r"), T.access_ptr(x_s[0, 0, 0], "rw", BT * BK),
-                        T.access_ptr(WEIGHT, "r"), T.access_ptr(OUT, "w"), first, end, n0, N, limit,
+                        "handle", finish, T.access_ptr(acc, "r"), T.access_ptr(x_s[0, 0, 0, 0], "rw", BT * BK),
+                        T.access_ptr(WEIGHT, "r"), T.access_ptr(OUT, "w"), first, end, bn * width, N, limit,
                     )  # fmt: skip
                 else:
                     T.call_extern(
-                        "handle", finish, T.access_ptr(acc, "r"), T.access_ptr(x_s[0, 0, 0], "rw", BT * BK),
-                        T.access_ptr(OUT, "w"), first, end, n0, N,
+                        "handle", finish, T.access_ptr(acc, "r"), T.access_ptr(x_s[0, 0, 0, 0], "rw", BT * BK),
+                        T.access_ptr(OUT, "w"), first, end, bn * width, N,
                     )  # fmt: skip
-        if pair:
-            T.cluster_sync()
 
+    return _program(body, N, K, (-(-N // width), 256 + loaders, share), gated, ("gate_up", "down"), (M, S, R, Q))
+
+
+def _program(body, N, K, grid, gated, names, dynamic):
+    """The program of one or two weights around a body; ``grid``: tiles of outputs, threads, blocks per processor."""
+    tiles, threads, share = grid
+    M, S, R, Q = dynamic
     if gated:
 
         @T.prim_func
         def gate_up(
             X: T.Tensor((M, K), "bfloat16"),
             COUNTS: T.Tensor((S,), "int64"),
-            W1: T.Tensor((R, K // 2), "uint8"),
-            S1: T.Tensor((Q,), "uint32"),
-            W3: T.Tensor((R, K // 2), "uint8"),
-            S3: T.Tensor((Q,), "uint32"),
+            W1: T.Tensor((R, 256), "uint32"),
+            S1: T.Tensor((Q, 32), "uint32"),
+            W3: T.Tensor((R, 256), "uint32"),
+            S3: T.Tensor((Q, 32), "uint32"),
             WEIGHT: T.Tensor((M,), "float32"),
             OUT: T.Tensor((M, N), "bfloat16"),
             limit: T.float32,
             places: T.int32,
         ):
-            with T.Kernel(tiles, places, threads=256 + loaders, cluster_dims=cluster) as (bn, place):
+            with T.Kernel(tiles, places, threads=threads) as (bn, place):
                 T.import_source(SOURCE)
                 if share > 1:
                     T.annotate_min_blocks_per_sm(share)
                 body(X, COUNTS, W1, S1, W3, S3, WEIGHT, OUT, limit, bn, place)
 
-        return gate_up
+        return gate_up.with_attr("global_symbol", names[0])
 
     @T.prim_func
     def down(
         X: T.Tensor((M, K), "bfloat16"),
         COUNTS: T.Tensor((S,), "int64"),
-        W2: T.Tensor((R, K // 2), "uint8"),
-        S2: T.Tensor((Q,), "uint32"),
+        W2: T.Tensor((R, 256), "uint32"),
+        S2: T.Tensor((Q, 32), "uint32"),
         OUT: T.Tensor((M, N), "bfloat16"),
         places: T.int32,
     ):
-        with T.Kernel(tiles, places, threads=256 + loaders, cluster_dims=cluster) as (bn, place):
+        with T.Kernel(tiles, places, threads=threads) as (bn, place):
             T.import_source(SOURCE)
             if share > 1:
                 T.annotate_min_blocks_per_sm(share)
             body(X, COUNTS, W2, S2, W2, S2, W2, OUT, 0.0, bn, place)
 
-    return down
+    return down.with_attr("global_symbol", names[1])
 
 
 def _blackwell(N, K, BT, gated):
     """As ``_product`` on Blackwell: operands are decoded into shared memory, sums lie in the tensor cores' memory."""
     M, S, R, Q = (T.dynamic(n) for n in ("M", "S", "R", "Q"))
-    steps, stride = K // 64, K // 32
-    rows, STAGES = 256 if gated else 128, 3
-    words = 128 * stride // 4
+    blocks, steps, above, STAGES = -(-N // 64), -(-K // 64), 4 if gated else 2, 3
 
     @T.macro
     def body(X, COUNTS, W1, S1, W3, S3, WEIGHT, OUT, limit, bn, place):
         x_s = T.alloc_shared((STAGES, BT, 64), "bfloat16")
-        c_s = T.alloc_shared((STAGES, rows, 32), "uint8")
-        w_s = T.alloc_shared((STAGES, rows, 64), "bfloat16")
-        s_s = T.alloc_shared((rows // 128 * words,), "uint32")
+        c_s = T.alloc_shared((STAGES, above, 2, 256), "uint32")
+        s_s = T.alloc_shared((STAGES, above, 1, 32), "uint32")
+        w_s = T.alloc_shared((STAGES, 64 * above, 64), "bfloat16")
         gate_t = T.alloc_tmem((128, BT), "float32")
         up_t = T.alloc_tmem((128, BT), "float32") if gated else gate_t
         gate = T.alloc_fragment((128, 32), "float32")
         up = T.alloc_fragment((128, 32), "float32")
         found = T.alloc_local((3,), "int32")
-        scaled = T.alloc_barrier([32])
         loaded = T.alloc_barrier([32] * STAGES)
         decoded = T.alloc_barrier([128] * STAGES)
         consumed = T.alloc_barrier([1] * STAGES)
         summed = T.alloc_barrier([1])
-        T.annotate_layout(
-            {
-                c_s: make_quarter_bank_swizzled_layout(c_s),
-                w_s: make_full_bank_swizzled_layout(w_s),
-                x_s: make_full_bank_swizzled_layout(x_s),
-            }
-        )
+        T.annotate_layout({w_s: make_full_bank_swizzled_layout(w_s), x_s: make_full_bank_swizzled_layout(x_s)})
         tx = T.get_thread_binding()
         T.call_extern("handle", f"mx_find_tile<{BT}>", T.access_ptr(COUNTS, "r"), S, place, T.access_ptr(found, "w"))
         slot, first, end = found[0], found[1], found[2]
         n0 = bn * 128
-        row, at = slot * N + n0, (slot * N + n0) * stride // 4
         if found[0] < S:
             if tx < 128:
-                T.mbarrier_wait_parity(scaled[0], 0)
                 for k in T.serial(steps):
                     stage = k % STAGES
                     T.mbarrier_wait_parity(loaded[stage], (k // STAGES) & 1)
                     T.call_extern(
-                        "handle", f"mx_spread<{rows}>", T.access_ptr(w_s[stage, 0, 0], "w", rows * 64),
-                        T.access_ptr(c_s[stage, 0, 0], "r", rows * 32), T.access_ptr(s_s, "r"), stride, k,
+                        "handle", f"mx_spread<{above}>", T.access_ptr(w_s[stage, 0, 0], "w", above * 4096),
+                        T.access_ptr(c_s[stage, 0, 0, 0], "r", above * 512),
+                        T.access_ptr(s_s[stage, 0, 0, 0], "r", above * 32),
                     )  # fmt: skip
                     T.fence_proxy_async()
                     T.mbarrier_arrive(decoded[stage])
@@ -281,19 +277,17 @@ def _blackwell(N, K, BT, gated):
                             else:
                                 OUT[first + c0 + j, n0 + i] = gate[i, j]
             elif tx < 160:
-                T.tma_copy(S1[at : at + words], s_s[0:words], barrier=scaled[0])
-                if gated:
-                    T.tma_copy(S3[at : at + words], s_s[words : 2 * words], barrier=scaled[0])
-                T.mbarrier_arrive(scaled[0])
                 for k in T.serial(steps):
                     stage = k % STAGES
                     T.mbarrier_wait_parity(consumed[stage], ((k // STAGES) & 1) ^ 1)
                     T.tma_copy(X[first : first + BT, k * 64 : (k + 1) * 64], x_s[stage, :, :], barrier=loaded[stage])
-                    T.tma_copy(W1[row : row + 128, k * 32 : (k + 1) * 32], c_s[stage, 0:128, :], barrier=loaded[stage])
-                    if gated:
-                        T.tma_copy(
-                            W3[row : row + 128, k * 32 : (k + 1) * 32], c_s[stage, 128:256, :], barrier=loaded[stage]
-                        )
+                    for i in T.unroll(2):
+                        w = (slot * blocks + 2 * bn + i) * steps + k
+                        T.tma_copy(W1[2 * w : 2 * w + 2, 0:256], c_s[stage, i, :, :], barrier=loaded[stage])
+                        T.tma_copy(S1[w : w + 1, 0:32], s_s[stage, i, :, :], barrier=loaded[stage])
+                        if gated:
+                            T.tma_copy(W3[2 * w : 2 * w + 2, 0:256], c_s[stage, 2 + i, :, :], barrier=loaded[stage])
+                            T.tma_copy(S3[w : w + 1, 0:32], s_s[stage, 2 + i, :, :], barrier=loaded[stage])
                     T.mbarrier_arrive(loaded[stage])
             else:
                 for k in T.serial(steps):
@@ -315,41 +309,7 @@ def _blackwell(N, K, BT, gated):
                     )  # fmt: skip
                 T.tcgen05_mma_arrive(summed)
 
-    if gated:
-
-        @T.prim_func
-        def gate_up_blackwell(
-            X: T.Tensor((M, K), "bfloat16"),
-            COUNTS: T.Tensor((S,), "int64"),
-            W1: T.Tensor((R, K // 2), "uint8"),
-            S1: T.Tensor((Q,), "uint32"),
-            W3: T.Tensor((R, K // 2), "uint8"),
-            S3: T.Tensor((Q,), "uint32"),
-            WEIGHT: T.Tensor((M,), "float32"),
-            OUT: T.Tensor((M, N), "bfloat16"),
-            limit: T.float32,
-            places: T.int32,
-        ):
-            with T.Kernel(T.ceildiv(N, 128), places, threads=192) as (bn, place):
-                T.import_source(SOURCE)
-                body(X, COUNTS, W1, S1, W3, S3, WEIGHT, OUT, limit, bn, place)
-
-        return gate_up_blackwell
-
-    @T.prim_func
-    def down_blackwell(
-        X: T.Tensor((M, K), "bfloat16"),
-        COUNTS: T.Tensor((S,), "int64"),
-        W2: T.Tensor((R, K // 2), "uint8"),
-        S2: T.Tensor((Q,), "uint32"),
-        OUT: T.Tensor((M, N), "bfloat16"),
-        places: T.int32,
-    ):
-        with T.Kernel(T.ceildiv(N, 128), places, threads=192) as (bn, place):
-            T.import_source(SOURCE)
-            body(X, COUNTS, W2, S2, W2, S2, W2, OUT, 0.0, bn, place)
-
-    return down_blackwell
+    return _program(body, N, K, (-(-N // 128), 192, 1), gated, ("gate_up_blackwell", "down_blackwell"), (M, S, R, Q))
 
 
 def gate_up(**sizes: Any) -> Any:

@@ -24,7 +24,9 @@ BATCH_DEPENDENT = {
     "moe_experts": True,
 }
 #: operation → platforms on which it was measured to be faster than Triton's, which is taken first elsewhere
-FASTER: dict[str, frozenset[str]] = {}
+FASTER: dict[str, frozenset[str]] = {
+    "index_scores": frozenset({"sm90"}),
+}
 
 #: the release that kernels are written for; the library of its run time is loaded into ours
 RELEASE = "0.1.15"

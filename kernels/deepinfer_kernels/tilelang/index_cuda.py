@@ -22,6 +22,7 @@ def index_scores(*, HEADS: int, D: int, QB: int) -> Any:
     NB = QB * HEADS
     sums = NB // 2
     alone = NB > 128  # on its multiprocessor: the sums take most registers, and loaders give theirs away
+    turns = alone  # one multiplies while the other adds up heads; without order they do the same at the same time
     loaders, share, STAGES = (128, 1, 3) if alone else (32, 1, 3) if NB > 64 else (32, 2, 3)
 
     @T.prim_func
@@ -43,7 +44,7 @@ def index_scores(*, HEADS: int, D: int, QB: int) -> Any:
             w = T.alloc_local((NB // 8,), "uint32")
             last = T.alloc_local((1,), "int64")
             full = T.alloc_barrier([loaders] * STAGES)
-            empty = T.alloc_barrier([256] * STAGES)
+            empty = T.alloc_barrier([8] * STAGES)
             asked = T.alloc_barrier([loaders])
             T.annotate_layout({q_s: make_full_bank_swizzled_layout(q_s), k_s: make_full_bank_swizzled_layout(k_s)})
             tx = T.get_thread_binding()
@@ -77,16 +78,21 @@ def index_scores(*, HEADS: int, D: int, QB: int) -> Any:
                     q0,
                     C,
                 )
+                group = tx // 128
                 if tiles > 0:
                     T.mbarrier_wait_parity(asked[0], 0)
+                    if turns and group == 1:
+                        T.named_barrier_arrive(5, 256)
                 for k in T.serial(tiles):
                     stage = k % STAGES
                     T.mbarrier_wait_parity(full[stage], (k // STAGES) & 1)
+                    if turns:
+                        T.sync_threads(5 + group, 256)
                     keys = T.alloc_wgmma_desc()
                     queries = T.alloc_wgmma_desc()
                     T.initialize_wgmma_descriptor(keys, k_s.access_ptr("r"), 1, 1, 64)
                     T.initialize_wgmma_descriptor(queries, q_s.access_ptr("r"), 1, 1, 64)
-                    T.increase_descriptor_offset(keys, stage * (128 * D * 2) + tx // 128 * (64 * 128))
+                    T.increase_descriptor_offset(keys, stage * (128 * D * 2) + group * (64 * 128))
                     T.warpgroup_fence_operand(acc, num_regs=sums)
                     T.warpgroup_arrive()
                     for ki in T.unroll(D // 16):
@@ -97,9 +103,12 @@ def index_scores(*, HEADS: int, D: int, QB: int) -> Any:
                             acc.data, 0, T.if_then_else(ki > 0, 1, 0), 1, 1,
                         )  # fmt: skip
                     T.warpgroup_commit_batch()
+                    if turns and (group == 0 or k + 1 < tiles):
+                        T.named_barrier_arrive(6 - group, 256)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=sums)
-                    T.mbarrier_arrive(empty[stage])
+                    if tx % 32 == 0:
+                        T.mbarrier_arrive(empty[stage])
                     T.call_extern(
                         "handle", f"ix_scores<{QB}, {HEADS}>", T.access_ptr(acc, "r"), T.access_ptr(w, "r"),
                         T.access_ptr(VISIBLE[b, 0], "r"), T.access_ptr(OUT[b, 0, 0], "w"), q0, C, e0 + k * 128, n,

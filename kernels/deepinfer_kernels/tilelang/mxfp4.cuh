@@ -34,84 +34,66 @@ __device__ __forceinline__ void mx_find_tile(const int64_t *counts, int S, int p
 
 __device__ __forceinline__ uint32_t mx_times(uint32_t a, uint32_t b) {
   uint32_t d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 
-// The three bits of an E2M1 size moved to the exponent and mantissa of a bf16 are its value times 2^-126.
-// `pair` holds two bytes of two codes each; low: codes of the low nibbles, high: of the high ones.
-__device__ __forceinline__ void mx_pair(uint32_t pair, uint32_t &low, uint32_t &high) {
-  uint32_t d = __byte_perm(pair, 0, 0x1100);
-  low = ((d << 4) & 0x80008000u) | ((d >> 2) & 0x01C001C0u);
-  high = (d & 0x80008000u) | ((d << 2) & 0x01C001C0u);
+__device__ __forceinline__ int mx_shared(const void *p) { return (int)__cvta_generic_to_shared(p); }
+
+// 2^126 times the E8M0 scale in byte `g` of `packed`, at most 2, as two bf16.
+__device__ __forceinline__ uint32_t mx_scale(uint32_t packed, int g) {
+  return __byte_perm(packed, 0, 0x4040 | g | g << 8) * 128 + 0x3F003F00u;
 }
 
-// Operand registers of a 16 x (32 * GROUPS) slab: rows at `r0` and `r1` (shared memory, at this lane's bytes), whose
-// chunks of 16 bytes lie where TMA's swizzle put them (`x0`, `x1`), with E8M0 scales packed in `s0` and `s1`.
-template <int GROUPS>
-__device__ __forceinline__ void mx_slab(uint32_t *a, const uint8_t *r0, const uint8_t *r1, int x0, int x1, uint32_t s0,
-                                        uint32_t s1) {
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint8_t *p = (r ? r1 : r0) + ((g ^ (r ? x1 : x0)) << 4);
-      mx_pair(*(const uint16_t *)p, a[8 * g + r], a[8 * g + 4 + r]);
-      mx_pair(*(const uint16_t *)(p + 8), a[8 * g + 2 + r], a[8 * g + 6 + r]);
-    }
-  }
-  if (((s0 | s1) & 0x80808080u) == 0) {
-#pragma unroll
-    for (int i = 0; i < 8 * GROUPS; i++) {
-      uint32_t s = (((i & 1) ? s1 : s0) >> (8 * (i / 8))) & 0xFF;
-      a[i] = mx_times(a[i], (s + 126) * 0x00800080u);
-    }
-  } else {  // a scale above 1: 2^126 times it would leave the range
-#pragma unroll
-    for (int i = 0; i < 8 * GROUPS; i++) {
-      uint32_t s = (((i & 1) ? s1 : s0) >> (8 * (i / 8))) & 0xFF;
-      a[i] = mx_times(mx_times(a[i], 0x7E807E80u), s * 0x00800080u);
-    }
-  }
+// The four registers that a word of a tile (`in_tiles` of the reference) is for: turned and masked, its bits are signs
+// and sizes of bf16 values times 2^-126. Rows of the upper and lower half have their own scale.
+__device__ __forceinline__ void mx_word(uint32_t *a, uint32_t w, uint32_t upper, uint32_t lower) {
+  a[0] = mx_times(w & 0x81C081C0u, upper);
+  a[1] = mx_times(w << 4 & 0x81C081C0u, lower);
+  a[2] = mx_times(__funnelshift_l(w, w, 10) & 0x81C081C0u, upper);
+  a[3] = mx_times((w << 6 & 0x80C080C0u) | (w >> 2 & 0x01000100u), lower);
 }
 
-template <int GROUPS> __device__ __forceinline__ uint32_t mx_scales(const uint8_t *p) {
-  return GROUPS == 4 ? *(const uint32_t *)p : GROUPS == 2 ? *(const uint16_t *)p : *p;
-}
-
-// `apart`: rows between a slab's upper and lower half in `codes` and `scales` (8: one matrix; else gate and up).
-template <int GROUPS, int APART>
-__device__ __forceinline__ void mx_decode(void *frag, const void *codes, const void *scale_bytes, int stride,
-                                          int step) {
-  constexpr int WIDE = 16 * GROUPS;
-  int warp = (threadIdx.x >> 5) & 7, lane = threadIdx.x & 31;
-  int r0 = (APART == 8 ? 16 : 8) * warp + (lane >> 2), r1 = r0 + APART;
-  constexpr int SHIFT = GROUPS == 4 ? 1 : 2, MASK = GROUPS - 1;
-  const uint8_t *at = (const uint8_t *)codes + 2 * (lane & 3), *scales = (const uint8_t *)scale_bytes;
-  mx_slab<GROUPS>((uint32_t *)frag, at + r0 * WIDE, at + r1 * WIDE, (r0 >> SHIFT) & MASK, (r1 >> SHIFT) & MASK,
-                  mx_scales<GROUPS>(scales + r0 * stride + step * GROUPS),
-                  mx_scales<GROUPS>(scales + r1 * stride + step * GROUPS));
-}
-
-// 128 threads decode 64 inputs of `ROWS` rows to bf16 where the tensor cores of Blackwell read them: rows of 128 bytes,
-// chunks of 16 bytes swizzled by the row. The codes of a row lie where TMA's swizzle put them.
-template <int ROWS>
-__device__ __forceinline__ void mx_spread(void *out, const void *codes, const void *scale_bytes, int stride, int step) {
-  for (int i = threadIdx.x; i < 2 * ROWS; i += 128) {
-    int row = i >> 1, group = i & 1;
-    uint4 v = *(const uint4 *)((const uint8_t *)codes + row * 32 + ((group ^ ((row >> 2) & 1)) << 4));
-    uint32_t scale = ((const uint8_t *)scale_bytes)[row * stride + 2 * step + group];
-    uint32_t words[4] = {v.x, v.y, v.z, v.w}, value[16];
+// Operand registers of one thread, from the 16 bytes of its own at `codes` and four scales at `scales`, in shared memory.
+__device__ __forceinline__ void mx_tile(uint32_t *a, int codes, int scales) {
+  uint32_t w[4], s;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(codes));
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(s) : "r"(scales));
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      mx_pair(words[j >> 1] >> (16 * (j & 1)), value[j], value[8 + j]);
+  for (int c = 0; c < 4; c++) mx_word(a + 4 * c, w[c], mx_scale(s, c / 2), mx_scale(s, 2 + c / 2));
+}
+
+// Where a thread of two warpgroups finds its codes and scales of the first step, `TILES` tiles of 64 inputs, in shared
+// memory.
+template <int TILES> __device__ __forceinline__ void mx_places(int *at, const void *codes, const void *scales) {
+  int group = threadIdx.x >> 7, thread = threadIdx.x & 127;
+  at[0] = mx_shared(codes) + group * TILES * 2048 + thread * 16;
+  at[1] = mx_shared(scales) + group * TILES * 128 + (thread >> 2) * 4;
+  asm volatile("" : "+r"(at[0]), "+r"(at[1]));  // kept, not computed again in every step
+}
+
+// Operand registers of this warpgroup's 64 rows in stage `stage`.
+template <int TILES> __device__ __forceinline__ void mx_decode(void *frag, const int *at, int stage) {
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    mx_tile((uint32_t *)frag + 16 * i, at[0] + stage * TILES * 4096 + i * 2048, at[1] + stage * TILES * 256 + i * 128);
+}
+
+// 128 threads decode `TILES` tiles one above the other to bf16 where the tensor cores of Blackwell read them: rows of 64
+// inputs, chunks of 16 bytes swizzled by the row.
+template <int TILES> __device__ __forceinline__ void mx_spread(void *out, const void *codes, const void *scales) {
+  int thread = threadIdx.x & 127, row = 16 * (thread >> 5) + ((thread & 31) >> 2);
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    uint32_t a[16];
+    mx_tile(a, mx_shared(codes) + i * 2048 + thread * 16, mx_shared(scales) + i * 128 + (thread >> 2) * 4);
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+      int r = 64 * i + row + 8 * (j & 1), chunk = 2 * (j / 4) + (j / 2 & 1);
+      *(uint32_t *)((uint8_t *)out + r * 128 + ((chunk ^ (r & 7)) << 4) + 4 * (thread & 3)) = a[j];
     }
-#pragma unroll
-    for (int j = 0; j < 16; j++) value[j] = mx_times(mx_times(value[j], 0x7E807E80u), scale * 0x00800080u);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      *(uint4 *)((uint8_t *)out + row * 128 + (((4 * group + j) ^ (row & 7)) << 4)) =
-          make_uint4(value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]);
   }
 }
 
@@ -136,55 +118,52 @@ __device__ __forceinline__ float mx_swiglu(float gate, float up, float limit, fl
   return g / (1.0f + __expf(-g)) * u * weight;
 }
 
-// Rows [BT, WIDE] of results in shared memory, chunks of 8 swizzled by the row, to the rows of a tile below `end`.
-template <int BT, int WIDE, int THREADS>
-__device__ __forceinline__ void mx_write(const uint8_t *stage, void *out, int first, int end, int n0, int N) {
-  constexpr int CHUNKS = WIDE / 8;
-  mx_meet(THREADS);
-  int chunk = threadIdx.x % CHUNKS, n = n0 + 8 * chunk;
-  for (int t = threadIdx.x / CHUNKS; t < BT; t += THREADS / CHUNKS)
-    if (first + t < end && n < N)
-      *(uint4 *)((__nv_bfloat16 *)out + (int64_t)(first + t) * N + n) = *(const uint4 *)(stage + t * 2 * WIDE + ((chunk ^ (t & 7)) << 4));
-}
-
-// Rows r of the sums are gate, rows r + 8 up: routed activations [BT, 64] of a tile.
-template <int BT>
-__device__ __forceinline__ void mx_activate(const float *c, void *memory, const float *weight, void *out, int first,
-                                            int end, int n0, int N, float limit) {
-  uint8_t *stage = (uint8_t *)memory;
+// Sums of two warpgroups of 64 rows each to bf16 rows [BT, 128] in shared memory, chunks of 8 swizzled by the row.
+template <int BT> __device__ __forceinline__ void mx_stage(const float *c, uint8_t *stage, int rows) {
   int warp = (threadIdx.x >> 5) & 7, lane = threadIdx.x & 31;
   mx_meet(256);  // the memory held operands of the last step
 #pragma unroll
-  for (int t = 0; t < BT / 8; t += BT >= 32 ? 4 : 2) {
-    if (first + 8 * t >= end) break;
-    uint32_t v[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < (BT >= 32 ? 4 : 2); i++) {
-      int m = first + 8 * (t + i) + 2 * (lane & 3);
-      float w0 = m < end ? weight[m] : 0.0f, w1 = m + 1 < end ? weight[m + 1] : 0.0f;
-      const float *s = c + 4 * (t + i);
-      v[i] = mx_pack(mx_swiglu(s[0], s[2], limit, w0), mx_swiglu(s[1], s[3], limit, w1));
-    }
-    int row = 8 * (t + (BT >= 32 ? lane >> 3 : (lane >> 3) & 1)) + (lane & 7);
-    mx_store_transposed(stage + row * 128 + ((warp ^ (row & 7)) << 4), v[0], v[1], BT >= 32 ? v[2] : v[0],
-                        BT >= 32 ? v[3] : v[1]);
-  }
-  mx_write<BT, 64, 256>(stage, out, first, end, n0, N);
-}
-
-// Sums of 128 outputs, rows [BT, 128] of a tile.
-template <int BT>
-__device__ __forceinline__ void mx_results(const float *c, void *memory, void *out, int first, int end, int n0, int N) {
-  uint8_t *stage = (uint8_t *)memory;
-  int warp = (threadIdx.x >> 5) & 7, lane = threadIdx.x & 31;
-  mx_meet(256);
-#pragma unroll
   for (int t = 0; t < BT / 8; t += 2) {
-    if (first + 8 * t >= end) break;
+    if (8 * t >= rows) break;
     const float *s = c + 4 * t;
     int row = 8 * (t + (lane >> 4)) + (lane & 7), chunk = 2 * warp + ((lane >> 3) & 1);
     mx_store_transposed(stage + row * 256 + ((chunk ^ (row & 7)) << 4), mx_pack(s[0], s[1]), mx_pack(s[2], s[3]),
                         mx_pack(s[4], s[5]), mx_pack(s[6], s[7]));
   }
-  mx_write<BT, 128, 256>(stage, out, first, end, n0, N);
+  mx_meet(256);
+}
+
+__device__ __forceinline__ uint4 mx_staged(const uint8_t *stage, int row, int chunk) {
+  return *(const uint4 *)(stage + row * 256 + ((chunk ^ (row & 7)) << 4));
+}
+
+// The rows of a tile below `end`: 128 outputs from `n0`.
+template <int BT>
+__device__ __forceinline__ void mx_results(const float *c, void *memory, void *out, int first, int end, int n0, int N) {
+  uint8_t *stage = (uint8_t *)memory;
+  mx_stage<BT>(c, stage, end - first);
+  int chunk = threadIdx.x & 15, n = n0 + 8 * chunk;
+  for (int t = threadIdx.x >> 4; t < BT && first + t < end; t += 16)
+    if (n < N) *(uint4 *)((__nv_bfloat16 *)out + (int64_t)(first + t) * N + n) = mx_staged(stage, t, chunk);
+}
+
+// The first warpgroup's rows are gate, the second's up: 64 routed activations from `n0` of the rows of a tile.
+template <int BT>
+__device__ __forceinline__ void mx_activate(const float *c, void *memory, const float *weight, void *out, int first,
+                                            int end, int n0, int N, float limit) {
+  uint8_t *stage = (uint8_t *)memory;
+  mx_stage<BT>(c, stage, end - first);
+  int chunk = threadIdx.x & 7, n = n0 + 8 * chunk;
+  for (int t = threadIdx.x >> 3; t < BT && first + t < end; t += 32) {
+    if (n >= N) continue;
+    uint4 gate = mx_staged(stage, t, chunk), up = mx_staged(stage, t, chunk + 8), v;
+    const uint32_t *g = (const uint32_t *)&gate, *u = (const uint32_t *)&up;
+    float w = weight[first + t];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      ((uint32_t *)&v)[i] =
+          mx_pack(mx_swiglu(__uint_as_float(g[i] << 16), __uint_as_float(u[i] << 16), limit, w),
+                  mx_swiglu(__uint_as_float(g[i] & 0xFFFF0000u), __uint_as_float(u[i] & 0xFFFF0000u), limit, w));
+    *(uint4 *)((__nv_bfloat16 *)out + (int64_t)(first + t) * N + n) = v;
+  }
 }
