@@ -254,6 +254,41 @@ def test_attend(run):
 
 
 @emulated
+def test_mhc_mixes_are_a_product_of_three_parts_and_the_coefficients_of_its_sums(run):
+    T, C, H = 20, 4, 160
+    X, fn = bf(T, C, H), torch.randn(C * (C + 2), C * H) / 25
+    base, scale = torch.randn(C * (C + 2)), torch.tensor([0.7, 0.5, 0.9])
+    parts, rest = [], fn
+    for _ in range(3):  # what bf16 leaves of f32, again and again
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    w = torch.nn.functional.pad(torch.cat(parts), (0, 0, 0, 8))
+    sums = poison(T, 80, dtype=torch.float32)
+    run("cube.linear", {"OUT": 80, "IN": C * H, "WIDE": True}, X=X.flatten(1), W=w, Y=sums, T=T)
+    mine = [poison(T, n, dtype=torch.float32) for n in (C, C, C * C)]
+    given = dict(X=X.flatten(1), SUMS=sums[:, :72].contiguous(), BASE=base, SCALE=scale)
+    outs = dict(zip(("PRE", "POST", "COMB"), mine, strict=True))
+    sizes = {"H": H, "C": C, "PARTS": 3, "ITERS": 20}
+    run("rows.mhc_coefficients", sizes, **given, **outs, T=T, rms_eps=1e-20, hc_eps=1e-6)
+    expected = hyper.mhc_mixes(FAST, X, fn, base, scale, rms_eps=1e-20, hc_eps=1e-6, iters=20)
+    for have, want in zip(mine, expected, strict=True):
+        close(have, want.flatten(1), 1e-5)
+
+
+@emulated
+def test_engram_gate(run):
+    T, C, H = 9, 4, 160
+    X, projected, weights = bf(T, C, H), bf(T, (C + 1) * H), (bf(C, H), bf(C, H))
+    dead = torch.arange(T) % 3 == 1
+    fused, live = weights[0].float() * weights[1].float(), (~dead).float()
+    out, gate = poison(T, C, H), poison(T, C, dtype=torch.float32)
+    given = dict(X=X, KV=projected, WEIGHT=fused, LIVE=live, OUT=out, GATE=gate)
+    run("rows.engram_gate", {"H": H, "C": C}, **given, T=T, eps=1e-20)
+    for have, want in zip((out, gate), engram.engram_gate(FAST, X, projected, *weights, dead, 1e-20), strict=True):
+        close(have, want, 1e-3)
+
+
+@emulated
 def test_index_scores(run):
     iq, iw, keys, out = bf(30, 16, 32), torch.randn(30, 16), bf(150, 32), poison(30, 150, dtype=torch.float32)
     run("attend.index_scores", {"HEADS": 16, "D": 32}, Q=iq, W=iw, KV=keys, OUT=out, T=30, N=150)

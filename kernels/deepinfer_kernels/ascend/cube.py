@@ -17,15 +17,18 @@ ROWS, STEP = 128, 128
 _BF16, _F32 = "bfloat16", "float32"
 
 
-def linear(*, OUT: int, IN: int) -> Any:
-    """Y [T, OUT] = X [T, IN] · Wᵀ in bf16."""
+def linear(*, OUT: int, IN: int, WIDE: bool = False) -> Any:
+    """Y [T, OUT] = X [T, IN] · Wᵀ of bf16 operands, rounded to bf16 unless ``WIDE``."""
     rows = T.dynamic("T")
     wide = 256 if OUT % 256 == 0 else 128 if OUT % 128 == 0 else 64 if OUT % 64 == 0 else 16
     step = STEP if IN % STEP == 0 else 32 if IN % 32 == 0 else 16
     across = OUT // wide
 
     @T.prim_func
-    def linear(X: T.Tensor((rows, IN), _BF16), W: T.Tensor((OUT, IN), _BF16), Y: T.Tensor((rows, OUT), _BF16)):
+    def linear(
+        X: T.Tensor((rows, IN), _BF16), W: T.Tensor((OUT, IN), _BF16),
+        Y: T.Tensor((rows, OUT), _F32 if WIDE else _BF16),
+    ):  # fmt: skip
         with T.Kernel(CORES) as core:
             a = T.alloc_l1((ROWS, step), _BF16)
             b = T.alloc_l1((wide, step), _BF16)

@@ -27,9 +27,11 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "quantise_index_query": ("records.pack_rows", "records.load_rows"),
     "mhc_collapse": ("rows.mhc_collapse",),
     "mhc_expand": ("rows.mhc_expand",),
-    "gate_topk": ("rows.gate_topk",),
+    "mhc_mixes": ("cube.linear", "rows.mhc_coefficients"),
+    "gate_topk": ("cube.linear", "rows.gate_topk"),
     "moe_combine": ("rows.moe_combine",),
     "engram_hash": ("rows.engram_hash",),
+    "engram_gate": ("rows.engram_gate",),
     "linear": ("cube.linear", "cube.linear_mx"),
     "linear_grouped": ("cube.grouped",),
     "shared_expert": ("cube.linear", "rows.swiglu"),
@@ -128,7 +130,13 @@ def _wanted(s: Shapes) -> Iterator[tuple[str, str, dict[str, int | str | bool]]]
     yield "index_scores", "attend.index_scores", {"HEADS": -(-s.index_heads // 16) * 16, "D": -(-s.Di // 16) * 16}
     yield "mhc_collapse", "rows.mhc_collapse", {"H": s.H, "C": s.C}
     yield "mhc_expand", "rows.mhc_expand", {"H": s.H, "C": s.C}
+    parts = 3  # bf16 parts of an f32 matrix
+    coefficients = s.C * (s.C + 2)
+    yield "mhc_mixes", "cube.linear", {**_product(parts * coefficients, s.C * s.H), "WIDE": True}
+    sizes: dict[str, int | str | bool] = {"H": s.H, "C": s.C, "PARTS": parts, "ITERS": s.sinkhorn}
+    yield "mhc_mixes", "rows.mhc_coefficients", sizes
     if s.hash is not None:
+        yield "engram_gate", "rows.engram_gate", {"H": s.H, "C": s.C}
         yield "engram_hash", "rows.engram_hash", {"LAGS": s.hash[0], "HEADS": s.hash[1]}
     for outs, inner, kind in s.products:
         yield "linear", "cube.linear", _product(outs, inner)
@@ -136,6 +144,7 @@ def _wanted(s: Shapes) -> Iterator[tuple[str, str, dict[str, int | str | bool]]]
             yield "linear", "cube.linear_mx", {"OUT": outs, "IN": inner}
     yield "linear_grouped", "cube.grouped", {"S": s.groups, **_product(s.group_out, s.N * s.D // s.groups)}
     for experts, choices, slots, width in s.routers:
+        yield "gate_topk", "cube.linear", {**_product(experts, s.H), "WIDE": True}
         yield "gate_topk", "rows.gate_topk", {"E": experts, "K": choices, "NORMALISE": True}
         yield "moe_combine", "rows.moe_combine", {"H": s.H, "K": choices}
         yield "moe_experts", "cube.grouped", {"S": slots, **_product(width, s.H)}

@@ -352,3 +352,165 @@ def _sqrt_softplus(x):
     for n in range(7, 0, -1):
         series = (1.0 if n % 2 else -1.0) / n + e * series
     return T.sqrt(T.if_then_else(x > 20.0, x, T.if_then_else(e < 0.1, e * series, T.log(1.0 + e))))
+
+
+def mhc_coefficients(*, H: int, C: int, PARTS: int, ITERS: int) -> Any:
+    """PRE, POST, COMB of a token from the sums of its streams with the rows of ``fn``, given in PARTS that add up.
+
+    The product is the cube's: with ``fn`` in three bf16 parts it has the bits of f32 that matter.
+    """
+    n, M, (chunks, tail) = T.dynamic("T"), C * (C + 2), _chunks(C * H)
+
+    @T.prim_func
+    def mhc_coefficients(
+        X: T.Tensor((n, C * H), _BF16), SUMS: T.Tensor((n, PARTS * M), _F32), BASE: T.Tensor((M,), _F32),
+        SCALE: T.Tensor((3,), _F32), PRE: T.Tensor((n, C), _F32), POST: T.Tensor((n, C), _F32),
+        COMB: T.Tensor((n, C * C), _F32), rms_eps: T.float32, hc_eps: T.float32,
+    ):  # fmt: skip
+        with T.Kernel(CORES) as core:
+            x = T.alloc_shared((chunks * LANES,), _BF16)
+            sums = T.alloc_shared((PARTS * M,), _F32)
+            base = T.alloc_shared((M,), _F32)
+            scale = T.alloc_shared((8,), _F32)
+            squares = T.alloc_shared((LANES,), _F32)
+            pre = T.alloc_shared((8,), _F32)
+            post = T.alloc_shared((8,), _F32)
+            comb = T.alloc_shared((C * C,), _F32)
+            T.copy(BASE, base)
+            T.copy(SCALE[0:3], scale[0:3])
+            for row in T.Persistent([n], CORES, core, group_size=1):
+                T.copy(X[row, 0 : C * H], x[0 : C * H])
+                T.copy(SUMS[row, 0 : PARTS * M], sums)
+                with T.SimdVF():
+                    total = S.alloc_var(_F32)
+                    value = S.alloc_var(_F32)
+                    total = S.vdup(0.0, _F32)
+                    for c in T.serial(chunks - 1):
+                        value = _wide(x, c * LANES)
+                        S.vmula(total, value, value)
+                    inside = S.update_mask(tail, 32)
+                    value = _wide(x, (chunks - 1) * LANES)
+                    total = S.vadd(total, S.vmul(value, value, mask=inside))
+                    S.vsts(squares[0], S.vdupv(S.vcadd(total)))
+                with T.SimtVF(threads=32):
+                    for one in T.Parallel(32):
+                        if one == 0:  # a token's few coefficients, one after the other
+                            norm = T.alloc_var(_F32)
+                            top = T.alloc_var(_F32)
+                            total_1 = T.alloc_var(_F32)
+                            m = T.alloc_local((C, C), _F32)
+                            norm = 1.0 / T.sqrt(squares[0] / (C * H) + rms_eps)
+                            for i in T.unroll(M):
+                                total_1 = sums[i]
+                                for p in T.unroll(PARTS - 1):
+                                    total_1 = total_1 + sums[(p + 1) * M + i]
+                                if i < C:
+                                    pre[i] = _sigmoid(total_1 * norm * scale[0] + base[i]) + hc_eps
+                                elif i < 2 * C:
+                                    post[i - C] = 2.0 * _sigmoid(total_1 * norm * scale[1] + base[i])
+                                else:
+                                    m[(i - 2 * C) // C, (i - 2 * C) % C] = total_1 * norm * scale[2] + base[i]
+                            for i in T.unroll(C):
+                                top = m[i, 0]
+                                for j in T.unroll(C):
+                                    top = T.max(top, m[i, j])
+                                total_1 = 0.0
+                                for j in T.unroll(C):
+                                    m[i, j] = T.exp(m[i, j] - top)
+                                    total_1 = total_1 + m[i, j]
+                                for j in T.unroll(C):
+                                    m[i, j] = m[i, j] / total_1 + hc_eps
+                            for j in T.unroll(C):
+                                total_1 = hc_eps
+                                for i in T.unroll(C):
+                                    total_1 = total_1 + m[i, j]
+                                for i in T.unroll(C):
+                                    m[i, j] = m[i, j] / total_1
+                            for _ in T.serial(ITERS - 1):
+                                for i in T.unroll(C):
+                                    total_1 = hc_eps
+                                    for j in T.unroll(C):
+                                        total_1 = total_1 + m[i, j]
+                                    for j in T.unroll(C):
+                                        m[i, j] = m[i, j] / total_1
+                                for j in T.unroll(C):
+                                    total_1 = hc_eps
+                                    for i in T.unroll(C):
+                                        total_1 = total_1 + m[i, j]
+                                    for i in T.unroll(C):
+                                        m[i, j] = m[i, j] / total_1
+                            for i in T.unroll(C):
+                                for j in T.unroll(C):
+                                    comb[i * C + j] = m[i, j]
+                T.copy(pre[0:C], PRE[row, 0:C])
+                T.copy(post[0:C], POST[row, 0:C])
+                T.copy(comb, COMB[row, 0 : C * C])
+
+    return mhc_coefficients
+
+
+def _sigmoid(x):
+    return 1.0 / (1.0 + T.exp(-x))
+
+
+def engram_gate(*, H: int, C: int) -> Any:
+    """The memory's value mixed into C streams by the sigmoid of a signed root of their product with its keys."""
+    n, (chunks, tail) = T.dynamic("T"), _chunks(H)
+
+    @T.prim_func
+    def engram_gate(
+        X: T.Tensor((n, C, H), _BF16), KV: T.Tensor((n, C + 1, H), _BF16), WEIGHT: T.Tensor((C, H), _F32),
+        LIVE: T.Tensor((n,), _F32), OUT: T.Tensor((n, C, H), _BF16), GATE: T.Tensor((n, C), _F32), eps: T.float32,
+    ):  # fmt: skip
+        with T.Kernel(CORES) as core:
+            x = T.alloc_shared((chunks * LANES,), _BF16)
+            k = T.alloc_shared((chunks * LANES,), _BF16)
+            v = T.alloc_shared((chunks * LANES,), _BF16)
+            w = T.alloc_shared((chunks * LANES,), _F32)
+            out = T.alloc_shared((chunks * LANES,), _BF16)
+            live = T.alloc_shared((8,), _F32)
+            sums = T.alloc_shared((3, LANES), _F32)
+            gate = T.alloc_shared((8,), _F32)
+            for row, c in T.Persistent([n, C], CORES, core, group_size=1):
+                T.copy(X[row, c, 0:H], x[0:H])
+                T.copy(KV[row, c, 0:H], k[0:H])
+                T.copy(KV[row, C, 0:H], v[0:H])
+                T.copy(WEIGHT[c, 0:H], w[0:H])
+                T.copy(LIVE[row : row + 1], live[0:1])
+                with T.SimdVF():
+                    dot = S.alloc_var(_F32)
+                    xx = S.alloc_var(_F32)
+                    kk = S.alloc_var(_F32)
+                    dot = S.vdup(0.0, _F32)
+                    xx = S.vdup(0.0, _F32)
+                    kk = S.vdup(0.0, _F32)
+                    for i in T.serial(chunks):
+                        inside = S.update_mask(T.if_then_else(i == chunks - 1, tail, LANES), 32)
+                        a = S.vmuls(_wide(x, i * LANES), 1.0, mask=inside)
+                        b = S.vmuls(_wide(k, i * LANES), 1.0, mask=inside)
+                        weight = S.vmuls(S.vld(w[i * LANES]), 1.0, mask=inside)
+                        dot = S.vadd(dot, S.vmul(S.vmul(a, weight), b))
+                        S.vmula(xx, a, a)
+                        S.vmula(kk, b, b)
+                    S.vsts(sums[0, 0], S.vdupv(S.vcadd(dot)))
+                    S.vsts(sums[1, 0], S.vdupv(S.vcadd(xx)))
+                    S.vsts(sums[2, 0], S.vdupv(S.vcadd(kk)))
+                with T.SimtVF(threads=32):
+                    for one in T.Parallel(32):
+                        if one == 0:
+                            d = T.alloc_var(_F32)
+                            root = T.alloc_var(_F32)
+                            d = sums[0, 0] / T.sqrt(sums[1, 0] / H + eps) / T.sqrt(sums[2, 0] / H + eps) * (H**-0.5)
+                            root = T.sqrt(T.max(T.abs(d), 1e-6))
+                            gate[0] = _sigmoid(T.if_then_else(d < 0.0, -root, root)) * live[0]
+                with T.SimdVF():
+                    scale = S.vld(gate[0], dist="BRC_B32")
+                    mixed = S.alloc_var(_F32)
+                    for i in T.serial(chunks):
+                        mixed = _wide(x, i * LANES)
+                        S.vmula(mixed, scale, _wide(v, i * LANES))
+                        _put(out, i * LANES, mixed)
+                T.copy(out[0:H], OUT[row, c, 0:H])
+                T.copy(gate[0:1], GATE[row, c : c + 1])
+
+    return engram_gate

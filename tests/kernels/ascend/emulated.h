@@ -131,6 +131,10 @@ inline vector_f32 vcadd(vector_f32 a, vector_bool m, int) {  // the sum, in lane
   return out;
 }
 template <class T> vector_f32 vlds_brc_elem(const T* at, int offset) { return each({LANES}, [&](int) { return at[offset]; }); }
+template <class T> vector_f32 vlds_norm(const T* at, int offset) { return each({LANES}, [&](int i) { return at[offset + i]; }); }
+inline void vsts_norm(vector_f32 a, float* at, int offset, vector_bool m) {
+  for (int i = 0; i < std::min(m.active, LANES); ++i) at[offset + i] = a.lane[i];
+}
 template <class T> vector_bf16 vlds_unpack(const T* at, int offset) {  // 64 values, one in every other lane
   vector_bf16 out{};
   for (int i = 0; i < LANES; ++i) out.lane[2 * i] = at[offset + i];
@@ -197,10 +201,11 @@ void ascend_gemm_l1(float* to, const T* a, const T* b, int clear, int, int) {
     }
 }
 inline void asc_set_l0c_copy_nz_para(int, int, int) {}
-inline void asc_copy_l0c2gm(bfloat16_t* to, const float* from, int columns, int rows, int stride, int, asc_store_l2_cache_mode,
+template <class T>
+void asc_copy_l0c2gm(T* to, const float* from, int columns, int rows, int stride, int, asc_store_l2_cache_mode,
                             asc_unit_flag_mode, asc_quant_mode, asc_relu_pre_mode, int, int, int, int) {
   for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < columns; ++c) to[r * stride + c] = bfloat16_t(from[r * columns + c]);
+    for (int c = 0; c < columns; ++c) to[r * stride + c] = T(from[r * columns + c]);
 }
 
 struct fp8_e4_t {
