@@ -32,6 +32,7 @@ from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
+from deepinfer_kernels.triton import router as choose
 from deepinfer_kernels.triton.linear import Tile
 
 #: torch's products of FP8 operands, which have no public name
@@ -288,7 +289,7 @@ def _rows(T: int) -> Iterator[Case]:
 
     def routed() -> Call:
         x = bf(T, H)
-        return lambda: moe.gate_topk(NUM, x, router, bias, k=K, normalise=True, scale=1.5, temperature=1.0)
+        return lambda: choose.gate_topk(NUM, x, router, bias, k=K, normalise=True, scale=1.5, temperature=1.0)
 
     yield Case(f"gate_topk T{T} E{E}", 4 * E * H + 2 * T * H, 2 * T * E * H, routed)
 

@@ -21,7 +21,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hyper": ("mhc_mixes", "mhc_collapse", "mhc_expand"),
     "index": ("index_scores",),
     "attention": ("attend_cached",),
-    "moe": ("gate_topk", "moe_experts", "shared_expert", "moe_combine"),
+    "router": ("gate_topk",),
+    "moe": ("moe_experts", "shared_expert", "moe_combine"),
     "permute": ("dispatch_permute", "dispatch_rows", "count_choices"),
     "select": ("candidate_blocks", "restrict_to_candidates", "select_topk", "index_weights"),
     "engram": ("token_classes", "engram_hash", "dequantise_table", "engram_lookup", "engram_gate"),
@@ -40,7 +41,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 BATCH_DEPENDENT = {
     "linear": True,
     "linear_grouped": True,
-    "gate_topk": False,
     "attend_cached": True,
     "moe_experts": True,
     "shared_expert": True,

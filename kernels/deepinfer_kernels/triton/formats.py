@@ -52,6 +52,34 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def _cut(x):
+    """(bf16, the same in f32) of f32 values, towards zero: two instructions, a conversion that rounds is slow."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_parts(w):
+    """(high, middle, low) bf16 of 8 bits each that add up to f32 values exactly, down to the smallest bf16.
+
+    Three products with them are as exact as one of f32, on tensor cores that take bf16.
+    """
+    high, value = _cut(w)
+    rest = w - value
+    middle, value = _cut(rest)
+    return high, middle, _cut(rest - value)[0]
+
+
+@triton.jit
+def opaque(x):
+    """f32 x, apart from what made it: the sum of a product and something else becomes a product onto it otherwise."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def exp2i(k):
     """2^k in f32 for integer k in -126..127; infinity for 128."""
     return ((k + 127) << 23).to(tl.float32, bitcast=True)

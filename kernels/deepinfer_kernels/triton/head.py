@@ -11,7 +11,7 @@ from torch import Tensor, bfloat16, empty, float32
 
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.numerics import Numerics
-from deepinfer_kernels.triton.formats import dot
+from deepinfer_kernels.triton.formats import dot, opaque
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch
 
 
@@ -25,7 +25,7 @@ def _head(X, W, Y, T, V: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BT: tl
         k = k0 + tl.arange(0, BK)[None, :]
         w = tl.load(W + v[:, None] * K + k, mask=(v < V)[:, None] & (k < K), other=0.0)
         x = tl.load(X + t[:, None] * K + k, mask=(t < T)[:, None] & (k < K), other=0.0)
-        acc += dot(w, tl.trans(x), tl.zeros((BN, BT), dtype=tl.float32))
+        acc += opaque(dot(w, tl.trans(x), tl.zeros((BN, BT), dtype=tl.float32)))
     tl.store(Y + t[None, :] * V + v[:, None], acc, mask=(t < T)[None, :] & (v < V)[:, None])
 
 

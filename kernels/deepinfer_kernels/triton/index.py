@@ -16,20 +16,23 @@ from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.triton.formats import dot
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 
-#: columns of a product (queries times heads) → entries of a product and of a program, warps, stages. What is read
-#: of the queries and weights stays in registers and shared memory while a program goes through its entries.
-TILES = {32: (128, 256, 4, 2), 64: (128, 1024, 4, 3), 128: (64, 1024, 4, 3), 256: (64, 2048, 8, 2)}
+#: columns of a product (queries times heads) → warps, stages
+TILES = {32: (4, 3), 64: (4, 3), 128: (4, 3), 256: (8, 2)}
+#: entries of a product
+_ENTRIES = 64
+#: programs times columns that keep a device busy; fewer, with more entries each, read their queries less often
+_BUSY = 1 << 17
 
 
-@triton.jit(do_not_specialize=["C", "n"])
+@triton.jit(do_not_specialize=["C", "n", "each"])
 def _scores(
-    Q, WEIGHT, KEYS, VISIBLE, OUT, C, n, N: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, EACH: tl.constexpr,
+    Q, WEIGHT, KEYS, VISIBLE, OUT, C, n, each, N: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Σ_h w_h · relu(key_j · q_h) of ``BC`` queries with all their heads and ``EACH`` entries of one row."""
+    """Σ_h w_h · relu(key_j · q_h) of ``BC`` queries with all their heads and ``each`` entries of one row."""
     row = tl.program_id(2).to(tl.int64)
-    first = tl.program_id(1) * EACH
-    last = tl.minimum(first + EACH, n)
+    first = tl.program_id(1) * each
+    last = tl.minimum(first + each, n)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     visible = tl.load(VISIBLE + row * C + c, mask=c < C, other=0)
     d = tl.arange(0, BD)
@@ -71,8 +74,11 @@ def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: T
     heads = power_of_two(N)
     few, many = max(1, 16 // heads), max(1, 256 // heads)
     queries = min(max(few, power_of_two(C)), many)
-    entries, each, warps, stages = TILES[min(max(32, queries * heads), 256)]
-    sizes = dict(N=N, D=D, HEADS=heads, BD=max(16, power_of_two(D)), BC=queries, BE=entries, EACH=each)
+    columns = queries * heads
+    warps, stages = TILES[min(max(32, columns), 256)]
+    products = B * blocks(C, queries) * blocks(n, _ENTRIES)
+    each = _ENTRIES * min(64, max(1, blocks(products * columns, _BUSY)))
+    sizes = dict(N=N, D=D, HEADS=heads, BD=max(16, power_of_two(D)), BC=queries, BE=_ENTRIES)
     grid = (blocks(C, queries), blocks(n, each), B)
-    launch(_scores, grid, iq, iw, keys, visible, scores, C, n, warps=warps, stages=stages, **sizes)
+    launch(_scores, grid, iq, iw, keys, visible, scores, C, n, each, warps=warps, stages=stages, **sizes)
     return scores

@@ -12,12 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, empty, float32, int64
-from triton.language.extra import libdevice
 
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import Numerics
-from deepinfer_kernels.triton.formats import INTERPRETED, bf16, widened
+from deepinfer_kernels.triton.formats import bf16, widened
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 from deepinfer_kernels.triton.linear import FIXED as LINEAR_FIXED
 from deepinfer_kernels.triton.linear import (
@@ -291,62 +290,6 @@ def shared_expert(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, 
 def shared_expert_invariant(num: Numerics, x: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float) -> Tensor:
     """``shared_expert`` on tiles of one size, whatever the number of rows."""
     return product(_gate_up_of(contiguous(x), None, w1, w3, None, limit, FIXED[0]), w2, 1, LINEAR_FIXED, False)
-
-
-@triton.jit
-def _sqrt_softplus(x):
-    """sqrt(log(1 + exp(x))), accurate where exp(x) is far below 1; torch's form: the identity above 20."""
-    if INTERPRETED:
-        y = tl.exp(x)
-        u = 1.0 + y
-        soft = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
-    else:
-        soft = libdevice.log1p(libdevice.exp(x))
-    return tl.sqrt_rn(tl.where(x > 20.0, x, soft))
-
-
-@triton.jit(do_not_specialize=["T", "bias_stride"])
-def _choose(
-    LOGIT, BIAS, IDS, OUT, T, bias_stride, temperature, factor, E: tl.constexpr, K: tl.constexpr,
-    NORMALISE: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """K times the best expert left, of ``ROWS`` tokens; ids come out ascending."""
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    e = tl.arange(0, EXPERTS)[None, :]
-    known = (t < T) & (e < E)
-    score = _sqrt_softplus(tl.load(LOGIT + t * E + e, mask=known, other=0.0) / temperature)
-    left = tl.where(e < E, score + tl.load(BIAS + t * bias_stride + e, mask=known, other=0.0), float("-inf"))
-    left = tl.where(left == left, left, float("inf"))  # NaN is the best, as in a sort: a wrong row gets ids too
-    taken = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
-    for _ in tl.static_range(K):
-        # an expert without a finite score is still better than one taken before
-        best = tl.max(tl.where(taken == 1, float("-inf"), left), 1)[:, None]
-        first = tl.min(tl.where((left == best) & (taken == 0) & (e < E), e, EXPERTS), 1)[:, None]
-        taken = tl.where(e == first, 1, taken)
-    if NORMALISE and K > 1:
-        weight = score / (tl.sum(tl.where(taken == 1, score, 0.0), 1) + 1e-20)[:, None] * factor
-    else:
-        weight = score * factor
-    at = t * K + tl.cumsum(taken, 1) - 1
-    tl.store(IDS + at, tl.broadcast_to(e, (ROWS, EXPERTS)).to(tl.int64), mask=(taken == 1) & known)
-    tl.store(OUT + at, weight, mask=(taken == 1) & known)
-
-
-def gate_topk(
-    num: Numerics, x: Tensor, weight: Tensor, bias: Tensor, *, k: int, normalise: bool, scale: float, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """(expert ids [T, k] ascending int64, weights [T, k] f32). ``bias`` [E], or one row per token."""
-    T, E = x.shape[0], weight.shape[0]
-    if bias.shape not in ((E,), (T, E)) or not 0 < k <= E:
-        raise ValueError(f"{T} tokens, router {tuple(weight.shape)}, bias {tuple(bias.shape)}, {k} choices")
-    logits, bias = x.to(float32) @ weight.to(float32).mT, contiguous(bias.to(float32))
-    ids = empty((T, k), dtype=int64, device=x.device)
-    w = empty((T, k), dtype=float32, device=x.device)
-    stride, wide = E if bias.dim() == 2 else 0, power_of_two(E)
-    rows = max(1, 512 // wide)
-    sizes = dict(E=E, K=k, NORMALISE=normalise, ROWS=rows, EXPERTS=wide)
-    launch(_choose, (blocks(T, rows),), logits, bias, ids, w, T, stride, float(temperature), float(scale), **sizes)
-    return ids, w
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from deepinfer_kernels.triton import (
     norm,
     permute,
     places,
+    router,
     rows,
     sample,
     select,
@@ -53,6 +54,7 @@ _MODULES = (
     norm,
     permute,
     places,
+    router,
     rows,
     sample,
     select,
@@ -134,12 +136,14 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield "index_scores", (iq, iw, _empty(T, 9, s.Di), _i64(T, queries)), {}
     M, wide = s.C * (s.C + 2), s.C * s.H
     eps = dict(rms_eps=1e-6, hc_eps=1e-6, iters=s.sinkhorn)
-    yield "mhc_mixes", (_empty(T, s.C, s.H), _f32(M, wide), _f32(M), _f32(3)), eps
+    for tokens in (T, 2048):
+        yield "mhc_mixes", (_empty(tokens, s.C, s.H), _f32(M, wide), _f32(M), _f32(3)), eps
     yield "mhc_collapse", (_empty(T, s.C, s.H), _f32(T, s.C)), {}
     yield "mhc_expand", (_empty(T, s.C, s.H), _empty(T, s.H), _f32(T, s.C), _f32(T, s.C, s.C)), {}
     for experts, choices, slots, width in s.routers:
         choice = dict(k=choices, normalise=True, scale=1.0, temperature=1.0)
-        yield "gate_topk", (_empty(T, s.H), _f32(experts, s.H), _f32(experts)), choice
+        for tokens in (T, 2048):
+            yield "gate_topk", (_empty(tokens, s.H), _f32(experts, s.H), _f32(experts)), choice
         yield "moe_combine", (_empty(T * choices, s.H), _i64(T * choices), _empty(T, s.H), choices), {}
         w = (_weight(slots, width, s.H, kind="fp4"), _weight(slots, width, s.H, kind="fp4"))
         bank = ExpertBank(*w, _weight(slots, s.H, width, kind="fp4"))

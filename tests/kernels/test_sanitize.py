@@ -1,0 +1,78 @@
+"""The sanitizer's recipe says what it could not look at and reads reports as they are written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.kernels import sanitize
+
+CLEAN = "3 passed in 1.00s\n========= ERROR SUMMARY: 0 errors\n"
+#: what a tool says of a kernel that reads behind the end
+FOUND = """3 passed in 1.00s
+========= Invalid __global__ read of size 2 bytes
+=========     at _rms_norm+0x1a0 in norm.py:27
+=========     by thread (0,0,0) in block (3,0,0)
+========= ERROR SUMMARY: 2 errors
+"""
+RACES = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for compute-sanitizer that prints one report for the faulty kernel and another for the cases."""
+
+    def install(faulty: str, cases: str) -> None:
+        for name, text in (("faulty", faulty), ("cases", cases)):
+            (tmp_path / name).write_text(text)
+        script = tmp_path / "compute-sanitizer"
+        script.write_text(
+            f'#!/bin/sh\ncase "$*" in *--faulty*) cat {tmp_path}/faulty;; *) cat {tmp_path}/cases;; esac\n'
+        )
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["sanitize", "--backends", "triton", "--tools", "memcheck", "--out", str(out)])
+    return sanitize.main()
+
+
+def test_without_the_tool_nothing_is_clean(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(monkeypatch, tmp_path / "out") == 3
+    assert "compute-sanitizer is not on the path" in capsys.readouterr().err
+
+
+def test_a_tool_that_misses_the_fault_made_for_it_is_called_blind(tool, tmp_path, monkeypatch, capsys):
+    tool(CLEAN, CLEAN)
+    assert run(monkeypatch, tmp_path / "out") == 3
+    assert "memcheck: did not find the fault made for it" in capsys.readouterr().err
+
+
+def test_a_clean_report_is_clean(tool, tmp_path, monkeypatch, capsys):
+    tool(FOUND, CLEAN)
+    assert run(monkeypatch, tmp_path / "out") == 0
+    assert "triton memcheck: clean, 3 passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("report", "said"), [(FOUND, "2 found _rms_norm"), (RACES, "1 found"), ("killed", "None found")]
+)
+def test_what_was_found_or_never_ended_is_not_clean(tool, tmp_path, monkeypatch, capsys, report, said):
+    tool(FOUND, report)
+    assert run(monkeypatch, tmp_path / "out") == 6
+    assert f"triton memcheck: {said}" in capsys.readouterr().out
+
+
+def test_where_every_case_was_skipped_nothing_is_known(tool, tmp_path, monkeypatch, capsys):
+    tool(FOUND, "4 skipped in 1.00s\n========= ERROR SUMMARY: 0 errors\n")
+    assert run(monkeypatch, tmp_path / "out") == 3
+    streams = capsys.readouterr()
+    assert "triton memcheck: nothing ran (4 skipped" in streams.out and "nothing is known" in streams.err
