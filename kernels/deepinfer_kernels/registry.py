@@ -143,7 +143,9 @@ def _tilelang(module: str, name: str, platforms: frozenset[str]) -> list[Impleme
     missing = functools.partial(tilelang.missing, module)
     made = {form: triton.operation(module, form, reference, "deepinfer_kernels.tilelang") for form in forms}
     return [
-        Implementation(name, "tilelang", platforms, frozenset({"fast"}), made[form], missing, safe)
+        Implementation(
+            name, "tilelang", platforms, frozenset({"fast"}), made[form], missing, safe, bound=tilelang.reading
+        )
         for form, safe in forms.items()
     ]
 

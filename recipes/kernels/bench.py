@@ -4,16 +4,19 @@
 CUDA graph that cycles over copies of its inputs larger than the L2 cache; the time is the median of its replays. The
 bound of a case is the larger of its bytes over the measured copy rate and its operations over the measured rate of a
 large bf16 product; "share" is bound over time. ``--warm I/N`` compiles every Nth case without timing, so that several
-processes fill Triton's cache first.
+processes fill Triton's cache first. ``--backend tilelang`` times the operations that TileLang has, with Triton's
+beside them; they have to be in the kernel cache (``build-kernels --target sm90 --model deepseek-v4.1-flash``).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from deepinfer_kernels.cpp import default_cache
 from deepinfer_kernels.reference import attention as ref_attention
 from deepinfer_kernels.reference import index as ref_index
 from deepinfer_kernels.reference import norm as ref_norm
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
+from deepinfer_kernels.tilelang import families as tilelang
 from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
 from deepinfer_kernels.triton import router as choose
 from deepinfer_kernels.triton.linear import Tile
@@ -396,9 +401,33 @@ def _safely(fn: Callable[[], Any]) -> Any:
         return f"{type(exc).__name__}: {str(exc).splitlines()[0][:160]}" if str(exc) else type(exc).__name__
 
 
+@contextmanager
+def tilelang_in_place(cache: Path | None) -> Iterator[set[str]]:
+    """Cases call TileLang's forms of these operations while this holds. Raises SystemExit where they cannot run."""
+    homes = {"attend_cached": attention, "moe_experts": moe, "shared_expert": moe, "index_scores": index}
+    before = {name: getattr(homes[name], name) for names in tilelang.FAMILIES.values() for name in names}
+    for module, names in tilelang.FAMILIES.items():
+        reason = tilelang.missing(module, cache)
+        if reason is not None:
+            raise SystemExit(f"{module} of tilelang: {reason}")
+        tilelang.folder = (cache or default_cache()) / tilelang.platform()
+        made = importlib.import_module(f"deepinfer_kernels.tilelang.{module}")
+        for name in names:
+            setattr(homes[name], name, getattr(made, name))
+    try:
+        yield set(before)
+    finally:
+        for name, fn in before.items():
+            setattr(homes[name], name, fn)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
+    parser.add_argument(
+        "--backend", choices=("triton", "tilelang"), default="triton", help="whose operations are timed"
+    )
+    parser.add_argument("--cache", type=Path, help="folder of compiled TileLang kernels; the user's without it")
     parser.add_argument("--warm", help="I/N: compile every Nth case from the Ith, measure nothing")
     parser.add_argument("--only", default="", help="cases whose name holds one of these words, separated by commas")
     parser.add_argument("--sweep", action="store_true", help="tiles instead of cases")
@@ -430,11 +459,22 @@ def main() -> None:
         if not any(word in case.name for word in args.only.split(",")):
             continue
         bound = max(case.bytes / copy, case.flops / product) * 1e6
-        us = _safely(lambda case=case: timed(case.ours, case.bytes))
+        triton_us = None
+        if args.backend == "tilelang":
+            if case.name.split()[0] not in {name for names in tilelang.FAMILIES.values() for name in names}:
+                continue
+            triton_us = _safely(lambda case=case: timed(case.ours, case.bytes))
+            with tilelang_in_place(args.cache):
+                us = _safely(lambda case=case: timed(case.ours, case.bytes))
+        else:
+            us = _safely(lambda case=case: timed(case.ours, case.bytes))
         row: dict[str, Any] = {"name": label or case.name, "bytes": case.bytes, "flops": case.flops, "bound_us": bound}
         row["us"] = us
         text = us if isinstance(us, str) else f"{us:9.1f} us  {bound / us:4.0%} of {bound:.1f}"
-        if not args.sweep:
+        if triton_us is not None:
+            row["others"] = {"triton": triton_us}
+            text += f"  | triton {triton_us if isinstance(triton_us, str) else f'{triton_us:.1f}'}"
+        elif not args.sweep:
             row["others"] = {k: _safely(lambda f=f, case=case: timed(f, case.bytes)) for k, f in case.others.items()}
             others = [f"{k} {v if isinstance(v, str) else f'{v:.1f}'}" for k, v in row["others"].items()]
             text += "  | " + ", ".join(others)

@@ -40,8 +40,8 @@ def disassembled(cubin: bytes, path: Path) -> str:
 
 #: program, sizes, platform → what its products run on
 PROGRAMS = [
-    ("attention.attend_wide", dict(N=64, D=512, SPLIT=False, PRODUCERS=1), "sm90", "HGMMA"),
-    ("attention.attend_wide", dict(N=64, D=512, SPLIT=True, PRODUCERS=1), "sm90", "HGMMA"),
+    ("attention.attend_wide", dict(N=64, D=512, SPLIT=False), "sm90", "HGMMA"),
+    ("attention.attend_wide", dict(N=64, D=512, SPLIT=True), "sm90", "HGMMA"),
     ("attention.attend", dict(N=64, D=128, SPLIT=False, HEADS=64), "sm90", "HGMMA"),
     ("attention.attend", dict(N=4, D=64, SPLIT=True, HEADS=16), "sm90", "HMMA"),
     # the tensor cores of Blackwell by the instructions of Ampere: correct, and slower than Triton's
@@ -55,6 +55,10 @@ PROGRAMS = [
     ("index.index_scores", dict(HEADS=8, D=64, QB=1), "sm90", "HGMMA.64x8x16"),
     ("index.index_scores_blackwell", dict(HEADS=32, D=128, QB=4), "sm100", "UTCHMMA"),
 ]
+
+
+#: stores to local memory that are known: in 64 registers, what makes keys keeps places and addresses there
+SPILLS = {"attention.attend_wide": 70}
 
 
 @pytest.mark.timeout(300)
@@ -71,7 +75,9 @@ def test_a_program_compiles_for_a_gpu_that_is_not_there(tmp_path, program, sizes
     assert sorted(p.name for p in (tmp_path / platform).iterdir()) == sorted([".lock", made.path.name])
     sass = disassembled(build.cubin(made.path), tmp_path / "kernel.cubin")
     assert "EXIT" in sass and f" {instruction}" in sass
-    assert " STL" not in sass, "registers are spilled"
+    assert sass.count(" STL") <= SPILLS.get(program, 0), "registers are spilled"
+    if program == "attention.attend_wide":  # else the assembler waits for each product before the next one
+        assert sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") / 8
     [again] = build.build([build.Kernel("op", call)], platform, tmp_path)
     assert (again.status, again.path) == ("cached", made.path)
     made.path.write_bytes(b"damaged")

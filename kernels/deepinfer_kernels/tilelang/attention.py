@@ -83,8 +83,6 @@ def _attended(
     o = torch.empty_like(q)
     wide = D == _WIDE and N > 16 and platform() == "sm90"
     sizes: dict[str, int | str] = dict(N=N, D=D, SPLIT=parts > 1)
-    if wide:
-        sizes["PRODUCERS"] = 1
     if not wide:
         sizes["HEADS"] = 16 if N <= 16 else _HEADS
     if not local.shape[0]:
@@ -96,12 +94,15 @@ def _attended(
         found, slots, entries = slots.shape[1], slots.contiguous(), entries.view(uint8).contiguous()
     stores = (local, window, rings, slots, entries, sink)
     program = "attention.attend_wide" if wide else "attention.attend"
+    # attend_wide goes over its jobs in as many blocks as run at a time
+    grid = (min(T * -(-N // _HEADS) * parts, _processors(q.device)),) if wide else ()
     if parts == 1:
-        launch(program, sizes, q, *stores, o, _nothing(q.device, float32, 1, 1, 1, 2), float(scale), found, each)
+        nothing = _nothing(q.device, float32, 1, 1, 1, 2)
+        launch(program, sizes, q, *stores, o, nothing, float(scale), found, each, *grid)
         return o
     part = empty((parts, T, N, D), dtype=float32, device=q.device)
     state = empty((parts, T, N, 2), dtype=float32, device=q.device)
-    launch(program, sizes, q, *stores, part, state, float(scale), found, each)
+    launch(program, sizes, q, *stores, part, state, float(scale), found, each, *grid)
     launch("attention.join", dict(N=N, D=D), part, state, o)
     return o
 
@@ -109,6 +110,11 @@ def _attended(
 def _parts(T: int, tiles: int) -> int:
     """Parts per query that fill a device, of two tiles or more."""
     return max(1, min(_PROCESSORS // T, -(-tiles // 2)))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return _PROCESSORS if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

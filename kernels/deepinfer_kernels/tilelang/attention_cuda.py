@@ -11,6 +11,8 @@ import tilelang.language as T
 _RECORDS = Path(__file__).with_name("records.cuh").read_text()
 _LOG2E = 1.4426950408889634
 BK = 64
+#: keys of global records are decoded to their values over this
+_UNIT = 1024.0
 PASSES = {
     name: {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True} for name in ("attend", "attend_wide")
 }
@@ -60,7 +62,7 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
             tid = T.get_thread_binding()
 
             for h, d in T.Parallel(HEADS, D):
-                q[h, d] = T.if_then_else(hb * HEADS + h < N, Q[t, T.min(hb * HEADS + h, N - 1), d], T.bfloat16(0))
+                q[h, d] = Q[t, T.min(hb * HEADS + h, N - 1), d]
             T.fill(acc, 0)
             for h in T.Parallel(HEADS):
                 top[h] = SINK[T.min(hb * HEADS + h, N - 1)] * _LOG2E
@@ -110,8 +112,9 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
                                 keys[row, chunk * 32 + j * 8 + v] = values[j * 8 + v]
                 T.gemm(q, keys, logit, transpose_B=True, clear_accum=True)
                 T.copy(top, last)
+                unit_of_keys = T.if_then_else(tile < windows, 1.0, _UNIT)
                 for h, k in T.Parallel(HEADS, BK):
-                    logit[h, k] = logit[h, k] * (scale * _LOG2E) + hidden[k]
+                    logit[h, k] = logit[h, k] * (scale * _LOG2E * unit_of_keys) + hidden[k]
                 T.reduce_max(logit, top, dim=1, clear=False)
                 for h in T.Parallel(HEADS):
                     keep[h] = T.exp2(last[h] - top[h])
@@ -121,10 +124,13 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
                 for h in T.Parallel(HEADS):
                     total[h] = total[h] * keep[h] + fresh[h]
                 T.copy(logit, probs)
+                for h in T.Parallel(HEADS):
+                    keep[h] = keep[h] * T.if_then_else(tile == windows, 1 / _UNIT, 1.0)
                 T.copy(keep, keep_shared)
                 for h, d in T.Parallel(HEADS, D):
                     acc[h, d] = acc[h, d] * keep_shared[h]
                 T.gemm(probs, keys, acc)
+            wide = T.if_then_else(T.min(tiles, part * each + each) > windows, _UNIT, 1.0)
             if SPLIT:
                 for h in T.Parallel(HEADS):
                     if hb * HEADS + h < N:
@@ -132,44 +138,102 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
                         STATE[part, t, hb * HEADS + h, 1] = total[h]
                 for h, d in T.Parallel(HEADS, D):
                     if hb * HEADS + h < N:
-                        OUT[part, t, hb * HEADS + h, d] = acc[h, d]
+                        OUT[part, t, hb * HEADS + h, d] = acc[h, d] * wide
             else:
+                for h in T.Parallel(HEADS):
+                    total[h] = wide / total[h]
                 T.copy(total, total_shared)
                 for h, d in T.Parallel(HEADS, D):
+                    acc[h, d] = acc[h, d] * total_shared[h]
+                T.copy(acc, q)
+                for h, d in T.Parallel(HEADS, D):
                     if hb * HEADS + h < N:
-                        OUT[t, hb * HEADS + h, d] = acc[h, d] / total_shared[h]
+                        OUT[t, hb * HEADS + h, d] = q[h, d]
 
     return attend
 
 
-def attend_wide(*, N: int, D: int, SPLIT: bool, PRODUCERS: int) -> Any:
-    """``attend`` of 512 wide keys and up to 64 heads a block on Hopper, by three groups of four warps.
+def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
+    """``attend`` of 512 wide keys for 64 heads at a time on Hopper, by four groups of four warps.
 
-    The last group decodes tiles into two buffers. The first computes the logits of even tiles, the second those of
-    odd ones; each adds every tile to its half of the columns. A tile's maximum waits for that of the tile before.
+    A block goes over every ``blocks``-th job, a part of a query. Two groups copy and decode tiles into two buffers, a
+    tile ahead of the other two; of these the first computes the logits of even tiles, the second those of odd ones, and
+    each adds every tile to its half of the columns, in two products of a quarter. A tile's maximum waits for that of
+    the tile before. Registers of a thread: 64 where keys are made, 192 where they are used.
     """
     rows, T_, W, G, S, R, E, P = (T.dynamic(n) for n in ("rows", "T", "W", "G", "S", "R", "E", "P"))
-    HEADS, half, ROWS = 64, D // 2, 8 // PRODUCERS
-    threads = 256 + 128 * PRODUCERS
+    HEADS, half, quarter, ROWS = 64, D // 2, D // 4, 4
     out_shape = (P, T_, N, D) if SPLIT else (T_, N, D)
     out_type = "float32" if SPLIT else "bfloat16"
     state_shape = (P, T_, N, 2) if SPLIT else (P, 1, 1, 2)
 
     @T.macro
-    def softmax(g, logit, top, last, keep, total, fresh, hidden, tops, keeps, probs, scale):
-        """The logits of tile buffer g become probabilities, after the maximum of the tile before is known."""
+    def peak(g, logit, top, last, keep, hidden, scale):
+        """The maximum with the logits of tile buffer g, and what the sums of the tiles before shrink by."""
         for h, k in T.Parallel(HEADS, BK):
             logit[h, k] = logit[h, k] * scale + hidden[g, k]
         T.copy(last, top)
         T.reduce_max(logit, top, dim=1, clear=False)
         for h in T.Parallel(HEADS):
             keep[h] = T.exp2(last[h] - top[h])
+
+    @T.macro
+    def weigh(g, logit, top, keep, fresh, tops, keeps, probs):
+        """The probabilities of tile buffer g and their sums."""
         for h, k in T.Parallel(HEADS, BK):
             logit[h, k] = T.exp2(logit[h, k] - top[h])
         T.copy(logit, probs[g, :, :])
         T.copy(top, tops[g, :])
         T.copy(keep, keeps[g, :])
+        T.fence_proxy_async()
         T.reduce_sum(logit, fresh, dim=1)
+
+    @T.macro
+    def add(g, keep, first, second, probs, keys, start, starts_globals):
+        """Tile buffer g into a group's columns, which its maximum shrinks first."""
+        for h in T.Parallel(HEADS):
+            keep[h] *= T.if_then_else(starts_globals, 1 / _UNIT, 1.0)
+        for h, d in T.Parallel(HEADS, quarter):
+            first[h, d] *= keep[h]
+        for h, d in T.Parallel(HEADS, quarter):
+            second[h, d] *= keep[h]
+        T.wgmma_gemm(probs[g, :, :], keys[g, :, start : start + quarter], first)
+        T.wgmma_gemm(probs[g, :, :], keys[g, :, start + quarter : start + half], second)
+
+    @T.macro
+    def at_job(job, groups, tiles, each, place):
+        """Query, group of heads, part and number of tiles of a job; parts of a query follow each other."""
+        place[2] = job % P
+        place[1] = job // P % groups
+        place[0] = job // P // groups
+        place[3] = T.max(0, T.min(each, tiles - place[2] * each))
+
+    @T.macro
+    def finish(OUT, keys, t, part, hb, tid, wide, total, first, second, start):
+        """A group's columns out: as they are for ``join``, or divided and in their order."""
+        if SPLIT:
+            for h, d in T.Parallel(HEADS, quarter):
+                if hb * HEADS + h < N:
+                    OUT[part, t, hb * HEADS + h, start + d] = first[h, d] * wide
+            for h, d in T.Parallel(HEADS, quarter):
+                if hb * HEADS + h < N:
+                    OUT[part, t, hb * HEADS + h, start + quarter + d] = second[h, d] * wide
+        else:
+            for h in T.Parallel(HEADS):
+                total[h] = wide / total[h]
+            for h, d in T.Parallel(HEADS, quarter):
+                first[h, d] *= total[h]
+            for h, d in T.Parallel(HEADS, quarter):
+                second[h, d] *= total[h]
+            # nobody else reads these columns of the last tile any more
+            T.copy(first, keys[1, :, start : start + quarter])
+            T.copy(second, keys[1, :, start + quarter : start + half])
+            for i in T.unroll(HEADS * half // 8 // 128):
+                row = (i * 128 + tid % 128) // (half // 8)
+                col = start + (i * 128 + tid % 128) % (half // 8) * 8
+                if hb * HEADS + row < N:
+                    for v in T.vectorized(8):
+                        OUT[t, hb * HEADS + row, col + v] = keys[1, row, col + v]
 
     @T.macro
     def slots_of(SLOT, t, tile, first, lane, found, at):
@@ -180,19 +244,15 @@ def attend_wide(*, N: int, D: int, SPLIT: bool, PRODUCERS: int) -> Any:
                 at[r] = T.cast(SLOT[t, tile * BK + (first + r) * 8 + lane], "int32")
 
     @T.macro
-    def fetch(ENTRIES, at, r, chunk, raw, place):
+    def fetch(ENTRIES, at, r, chunk, raw):
         T.call_extern(
             "void",
             f"records::fetch_global<{D}>",
             T.address_of(ENTRIES[0, 0]),
             at[r],
             chunk,
-            T.address_of(raw[place * 5]),
+            T.address_of(raw[r * 5]),
         )
-
-    @T.macro
-    def decode(raw, place, values):
-        T.call_extern("void", "records::decode_global", T.address_of(raw[place * 5]), T.address_of(values[0]))
 
     @T.macro
     def put(keys, values, s, row, chunk):
@@ -214,8 +274,9 @@ def attend_wide(*, N: int, D: int, SPLIT: bool, PRODUCERS: int) -> Any:
         scale: T.float32,
         found: T.int32,
         each: T.int32,
+        blocks: T.int32,
     ):
-        with T.Kernel(T_, T.ceildiv(N, HEADS), P, threads=threads) as (t, hb, part):
+        with T.Kernel(blocks, threads=512) as block:
             T.import_source(_RECORDS)
             q = T.alloc_shared((HEADS, D), "bfloat16")
             keys = T.alloc_shared((2, BK, D), "bfloat16")
@@ -224,13 +285,17 @@ def attend_wide(*, N: int, D: int, SPLIT: bool, PRODUCERS: int) -> Any:
             tops = T.alloc_shared((2, HEADS), "float32")
             keeps = T.alloc_shared((2, HEADS), "float32")
             totals = T.alloc_shared((2, HEADS), "float32")
-            ready = T.alloc_barrier(arrive_count=[128 * PRODUCERS, 128 * PRODUCERS])
+            queried = T.alloc_barrier(arrive_count=256)
+            asked = T.alloc_barrier(arrive_count=256)
+            ready = T.alloc_barrier(arrive_count=[256, 256])
             free = T.alloc_barrier(arrive_count=[256, 256])
             known = T.alloc_barrier(arrive_count=[128, 128])
             logit0 = T.alloc_fragment((HEADS, BK), "float32")
             logit1 = T.alloc_fragment((HEADS, BK), "float32")
-            acc0 = T.alloc_fragment((HEADS, half), "float32")
-            acc1 = T.alloc_fragment((HEADS, half), "float32")
+            acc0 = T.alloc_fragment((HEADS, quarter), "float32")
+            acc1 = T.alloc_fragment((HEADS, quarter), "float32")
+            acc2 = T.alloc_fragment((HEADS, quarter), "float32")
+            acc3 = T.alloc_fragment((HEADS, quarter), "float32")
             top0 = T.alloc_fragment((HEADS,), "float32")
             top1 = T.alloc_fragment((HEADS,), "float32")
             last0 = T.alloc_fragment((HEADS,), "float32")
@@ -241,187 +306,207 @@ def attend_wide(*, N: int, D: int, SPLIT: bool, PRODUCERS: int) -> Any:
             total1 = T.alloc_fragment((HEADS,), "float32")
             fresh0 = T.alloc_fragment((HEADS,), "float32")
             fresh1 = T.alloc_fragment((HEADS,), "float32")
-            raw = T.alloc_local((4 * 5,), "uint32")
+            raw = T.alloc_local((ROWS * 5,), "uint32")
             at = T.alloc_local((ROWS,), "int32")
-            coming = T.alloc_local((ROWS,), "int32")
+            later = T.alloc_local((ROWS,), "int32")
             s = T.alloc_local((1,), "int32")
-            tile = T.alloc_local((1,), "int32")
+            unit = T.alloc_local((1,), "float32")
+            older = T.alloc_local((ROWS * 9,), "uint32")
+            place = T.alloc_local((4,), "int32")
+            before = T.alloc_local((1,), "int32")
             values = T.alloc_local((32,), "bfloat16")
             tid = T.get_thread_binding()
 
-            for i in T.serial(T.ceildiv(HEADS * D // 8, threads)):
-                unit = i * threads + tid
-                if unit < HEADS * D // 8:
-                    for v in T.vectorized(8):
-                        q[unit // (D // 8), unit % (D // 8) * 8 + v] = Q[
-                            t, T.min(hb * HEADS + unit // (D // 8), N - 1), unit % (D // 8) * 8 + v
-                        ]
-            for h in T.Parallel(HEADS):
-                tops[1, h] = SINK[T.min(hb * HEADS + h, N - 1)] * _LOG2E
             windows = T.ceildiv(W, BK)
             tiles = windows + T.ceildiv(found, BK)
-            count = T.max(0, T.min(each, tiles - part * each))
-            pairs = T.ceildiv(count, 2)
-            T.sync_threads()
+            groups = T.ceildiv(N, HEADS)
+            jobs = T.ceildiv(T_ * groups * P - block, blocks)
+            before[0] = 0
 
             if tid >= 256:
-                T.set_max_nreg(88, 0)
+                T.set_max_nreg(64, 0)
                 lane = tid % 8
                 first = (tid - 256) // 128 * ROWS
                 chunk = tid % 128 // 8
-                for n in T.serial(2 * pairs):
-                    s[0] = n % 2
-                    tile[0] = T.if_then_else(n < count, part * each + n, tiles)
-                    if tile[0] < windows:
+                for job in T.serial(jobs):
+                    at_job(block + job * blocks, groups, tiles, each, place)
+                    t, hb, part, count = place[0], place[1], place[2], place[3]
+                    T.barrier_wait(asked, (job & 1) ^ 1)
+                    for i in T.unroll(HEADS * D // 8 // 256):
+                        row = (i * 256 + tid - 256) // (D // 8)
+                        col = (i * 256 + tid - 256) % (D // 8) * 8
+                        T.ptx_cp_async(
+                            T.access_ptr(q[row, col], "w", 8),
+                            T.access_ptr(Q[t, T.min(hb * HEADS + row, N - 1), col], "r", 8),
+                            8,
+                        )
+                    T.cp_async_barrier_noinc(queried)
+                    first_global = T.max(0, T.min(count, windows - part * each))
+                    for n in T.serial(first_global):
+                        s[0] = n % 2
                         for r in T.unroll(ROWS):
-                            place = tile[0] * BK + (first + r) * 8 + lane
                             at[r] = -1
-                            if place < W:
-                                at[r] = T.cast(WINDOW[t, place], "int32")
-                        T.barrier_wait(free[s[0]], (n // 2 & 1) ^ 1)
+                            if (part * each + n) * BK + (first + r) * 8 + lane < W:
+                                at[r] = T.cast(WINDOW[t, (part * each + n) * BK + (first + r) * 8 + lane], "int32")
+                        T.barrier_wait(free[s[0]], (before[0] + n // 2 & 1) ^ 1)
+                        for r in T.unroll(ROWS):
+                            if at[r] >= 0:
+                                for j in T.unroll(4):
+                                    T.ptx_cp_async(
+                                        T.access_ptr(keys[s[0], (first + r) * 8 + lane, chunk * 32 + j * 8], "w", 8),
+                                        T.access_ptr(LOCAL[at[r], chunk * 32 + j * 8], "r", 8),
+                                        8,
+                                    )
                         for r in T.unroll(ROWS):
                             T.call_extern(
                                 "void",
-                                f"records::window_chunk<{D}>",
-                                T.address_of(LOCAL[0, 0]),
+                                f"records::fetch_ring<{D}>",
                                 T.address_of(RINGS[0, 0]),
                                 at[r],
                                 chunk,
-                                T.address_of(values[0]),
+                                T.address_of(older[r * 9]),
                             )
-                            put(keys, values, s, (first + r) * 8 + lane, chunk)
-                            if chunk == 0:
+                        for r in T.unroll(ROWS):
+                            if at[r] < 0:
+                                T.call_extern(
+                                    "void", "records::decode_ring", T.address_of(older[r * 9]), T.address_of(values[0])
+                                )
+                                put(keys, values, s, (first + r) * 8 + lane, chunk)
+                        if chunk == 0:
+                            for r in T.unroll(ROWS):
                                 hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
                                     at[r] == -1, -T.infinity("float32"), 0.0
                                 )
-                    else:
-                        if n == 0 or tile[0] == windows:
-                            slots_of(SLOT, t, tile[0] - windows, first, lane, found, at)
-                            for r in T.unroll(4):
-                                fetch(ENTRIES, at, r, chunk, raw, r)
-                        slots_of(
-                            SLOT,
-                            t,
-                            T.if_then_else(n + 1 < count, tile[0] + 1 - windows, tiles),
-                            first,
-                            lane,
-                            found,
-                            coming,
-                        )
-                        T.barrier_wait(free[s[0]], (n // 2 & 1) ^ 1)
+                        T.ptx_commit_group()
+                        T.ptx_wait_group(0)
+                        T.barrier_arrive(ready[s[0]])
+                    # the records of a tile are on their way while the one before is decoded, its slots before that
+                    tile = part * each + first_global - windows
+                    slots_of(SLOT, t, tile, first, lane, found, at)
+                    for r in T.unroll(ROWS):
+                        fetch(ENTRIES, at, r, chunk, raw)
+                    slots_of(SLOT, t, T.if_then_else(first_global + 1 < count, tile + 1, tiles), first, lane, found, at)
+                    for m in T.serial(T.ceildiv(count, 2) * 2 - first_global):
+                        n = first_global + m
+                        s[0] = n % 2
+                        slots_of(SLOT, t, T.if_then_else(n + 2 < count, tile + m + 2, tiles), first, lane, found, later)
+                        T.barrier_wait(free[s[0]], (before[0] + n // 2 & 1) ^ 1)
                         for r in T.unroll(ROWS):
-                            decode(raw, r % 4, values)
-                            # four records are always on their way, those of the next tile behind those of this one
-                            if r + 4 < ROWS:
-                                fetch(ENTRIES, at, r + 4, chunk, raw, r % 4)
-                            else:
-                                fetch(ENTRIES, coming, r + 4 - ROWS, chunk, raw, r % 4)
-                            put(keys, values, s, (first + r) * 8 + lane, chunk)
+                            T.call_extern(
+                                "void", "records::decode_global", T.address_of(raw[r * 5]), T.address_of(values[0])
+                            )
                             if chunk == 0:
                                 hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
-                                    at[r] < 0, -T.infinity("float32"), 0.0
+                                    raw[r * 5 + 4] >= T.uint32(0x10000), -T.infinity("float32"), 0.0
                                 )
+                            fetch(ENTRIES, at, r, chunk, raw)
+                            put(keys, values, s, (first + r) * 8 + lane, chunk)
                         for r in T.unroll(ROWS):
-                            at[r] = coming[r]
-                    T.fence_proxy_async()
-                    T.barrier_arrive(ready[s[0]])
+                            at[r] = later[r]
+                        T.barrier_arrive(ready[s[0]])
+                    before[0] += T.ceildiv(count, 2)
             elif tid < 128:
-                T.set_max_nreg(208, 1)
-                T.fill(acc0, 0)
-                for h in T.Parallel(HEADS):
-                    total0[h] = T.if_then_else(part == 0, 1.0, 0.0)
-                for i in T.serial(pairs):
-                    T.barrier_wait(ready[0], i & 1)
-                    T.wgmma_gemm(q, keys[0, :, :], logit0, transpose_B=True, clear_accum=True)
-                    T.wait_wgmma(0)
-                    # the second group's last maximum was known before this group added its tile
-                    T.copy(tops[1, :], last0)
-                    softmax(0, logit0, top0, last0, keep0, total0, fresh0, hidden, tops, keeps, probs, scale * _LOG2E)
-                    T.fence_proxy_async()
+                T.set_max_nreg(192, 1)
+                for job in T.serial(jobs):
+                    at_job(block + job * blocks, groups, tiles, each, place)
+                    t, hb, part, count = place[0], place[1], place[2], place[3]
+                    pairs = T.ceildiv(count, 2)
+                    wide = T.if_then_else(part * each + 2 * pairs > windows, _UNIT, 1.0)
+                    T.fill(acc0, 0)
+                    T.fill(acc1, 0)
+                    for h in T.Parallel(HEADS):
+                        total0[h] = T.if_then_else(part == 0, 1.0, 0.0)
+                    for h in T.Parallel(HEADS):
+                        last0[h] = SINK[T.min(hb * HEADS + h, N - 1)] * _LOG2E
+                    T.barrier_wait(queried, job & 1)
+                    for i in T.serial(pairs):
+                        unit[0] = T.if_then_else(part * each + 2 * i < windows, 1.0, _UNIT)
+                        T.barrier_wait(ready[0], before[0] + i & 1)
+                        # here and not where keys are written: a fence waits for the loads that are on their way
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(q, keys[0, :, :], logit0, transpose_B=True, clear_accum=True)
+                        T.wait_wgmma(0)
+                        if i == pairs - 1:
+                            T.barrier_arrive(asked)
+                        # the second group's last maximum was known before this group added its tile
+                        if i > 0:
+                            T.copy(tops[1, :], last0)
+                        peak(0, logit0, top0, last0, keep0, hidden, scale * _LOG2E * unit[0])
+                        weigh(0, logit0, top0, keep0, fresh0, tops, keeps, probs)
+                        T.barrier_arrive(known[0])
+                        for h in T.Parallel(HEADS):
+                            total0[h] = total0[h] * keep0[h] + fresh0[h]
+                        add(0, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * i == windows)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[0])
+                        T.barrier_wait(known[1], before[0] + job + i & 1)
+                        T.copy(keeps[1, :], keep0)
+                        for h in T.Parallel(HEADS):
+                            total0[h] = total0[h] * keep0[h]
+                        add(1, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * i + 1 == windows)
+                        T.wait_wgmma(0)
+                        if i < pairs - 1:
+                            T.barrier_arrive(free[1])
+                    T.copy(total0, totals[0, :])
                     T.barrier_arrive(known[0])
+                    T.barrier_wait(known[1], before[0] + job + pairs & 1)
+                    T.copy(totals[1, :], fresh0)
                     for h in T.Parallel(HEADS):
-                        total0[h] = total0[h] * keep0[h] + fresh0[h]
-                    for h, d in T.Parallel(HEADS, half):
-                        acc0[h, d] = acc0[h, d] * keep0[h]
-                    T.wgmma_gemm(probs[0, :, :], keys[0, :, :half], acc0)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(free[0])
-                    T.barrier_wait(known[1], i & 1)
-                    T.copy(keeps[1, :], keep0)
-                    for h in T.Parallel(HEADS):
-                        total0[h] = total0[h] * keep0[h]
-                    for h, d in T.Parallel(HEADS, half):
-                        acc0[h, d] = acc0[h, d] * keep0[h]
-                    T.wgmma_gemm(probs[1, :, :], keys[1, :, :half], acc0)
-                    T.wait_wgmma(0)
+                        total0[h] = total0[h] + fresh0[h]
+                    if SPLIT:
+                        T.copy(tops[1, :], top0)
+                        for h in T.Parallel(HEADS):
+                            if hb * HEADS + h < N:
+                                STATE[part, t, hb * HEADS + h, 0] = top0[h]
+                                STATE[part, t, hb * HEADS + h, 1] = total0[h]
+                    finish(OUT, keys, t, part, hb, tid, wide, total0, acc0, acc1, 0)
                     T.barrier_arrive(free[1])
-                T.copy(total0, totals[0, :])
-                T.barrier_arrive(known[0])
-                T.barrier_wait(known[1], pairs & 1)
-                T.copy(totals[1, :], fresh0)
-                for h in T.Parallel(HEADS):
-                    total0[h] = total0[h] + fresh0[h]
-                if SPLIT:
-                    T.copy(tops[1, :], top0)
-                    for h in T.Parallel(HEADS):
-                        if hb * HEADS + h < N:
-                            STATE[part, t, hb * HEADS + h, 0] = top0[h]
-                            STATE[part, t, hb * HEADS + h, 1] = total0[h]
-                    for h, d in T.Parallel(HEADS, half):
-                        if hb * HEADS + h < N:
-                            OUT[part, t, hb * HEADS + h, d] = acc0[h, d]
-                else:
-                    for h, d in T.Parallel(HEADS, half):
-                        acc0[h, d] = acc0[h, d] / total0[h]
-                    T.copy(acc0, q[:, :half])
-                    for h, d in T.Parallel(HEADS, half):
-                        if hb * HEADS + h < N:
-                            OUT[t, hb * HEADS + h, d] = q[h, d]
+                    before[0] += pairs
             else:
-                T.set_max_nreg(208, 1)
-                T.fill(acc1, 0)
-                T.fill(total1, 0)
-                for i in T.serial(pairs):
-                    T.barrier_wait(ready[1], i & 1)
-                    T.wgmma_gemm(q, keys[1, :, :], logit1, transpose_B=True, clear_accum=True)
-                    T.wait_wgmma(0)
-                    T.barrier_wait(known[0], i & 1)
-                    T.copy(keeps[0, :], keep1)
-                    for h in T.Parallel(HEADS):
-                        total1[h] = total1[h] * keep1[h]
-                    for h, d in T.Parallel(HEADS, half):
-                        acc1[h, d] = acc1[h, d] * keep1[h]
-                    T.wgmma_gemm(probs[0, :, :], keys[0, :, half:], acc1)
-                    T.copy(tops[0, :], last1)
-                    softmax(1, logit1, top1, last1, keep1, total1, fresh1, hidden, tops, keeps, probs, scale * _LOG2E)
-                    T.fence_proxy_async()
+                T.set_max_nreg(192, 1)
+                for job in T.serial(jobs):
+                    at_job(block + job * blocks, groups, tiles, each, place)
+                    t, hb, part, count = place[0], place[1], place[2], place[3]
+                    pairs = T.ceildiv(count, 2)
+                    wide = T.if_then_else(part * each + 2 * pairs > windows, _UNIT, 1.0)
+                    T.fill(acc2, 0)
+                    T.fill(acc3, 0)
+                    T.fill(total1, 0)
+                    T.barrier_wait(queried, job & 1)
+                    for i in T.serial(pairs):
+                        unit[0] = T.if_then_else(part * each + 2 * i + 1 < windows, 1.0, _UNIT)
+                        T.barrier_wait(ready[1], before[0] + i & 1)
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(q, keys[1, :, :], logit1, transpose_B=True, clear_accum=True)
+                        T.wait_wgmma(0)
+                        if i == pairs - 1:
+                            T.barrier_arrive(asked)
+                        T.barrier_wait(known[0], before[0] + job + i & 1)
+                        T.copy(keeps[0, :], keep1)
+                        for h in T.Parallel(HEADS):
+                            total1[h] = total1[h] * keep1[h]
+                        add(0, keep1, acc2, acc3, probs, keys, half, part * each + 2 * i == windows)
+                        T.copy(tops[0, :], last1)
+                        peak(1, logit1, top1, last1, keep1, hidden, scale * _LOG2E * unit[0])
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[0])
+                        weigh(1, logit1, top1, keep1, fresh1, tops, keeps, probs)
+                        T.barrier_arrive(known[1])
+                        for h in T.Parallel(HEADS):
+                            total1[h] = total1[h] * keep1[h] + fresh1[h]
+                        add(1, keep1, acc2, acc3, probs, keys, half, part * each + 2 * i + 1 == windows)
+                        T.wait_wgmma(0)
+                        if i < pairs - 1:
+                            T.barrier_arrive(free[1])
+                    T.copy(total1, totals[1, :])
                     T.barrier_arrive(known[1])
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(free[0])
+                    T.barrier_wait(known[0], before[0] + job + pairs & 1)
+                    T.copy(totals[0, :], fresh1)
                     for h in T.Parallel(HEADS):
-                        total1[h] = total1[h] * keep1[h] + fresh1[h]
-                    for h, d in T.Parallel(HEADS, half):
-                        acc1[h, d] = acc1[h, d] * keep1[h]
-                    T.wgmma_gemm(probs[1, :, :], keys[1, :, half:], acc1)
-                    T.wait_wgmma(0)
+                        total1[h] = total1[h] + fresh1[h]
+                    finish(OUT, keys, t, part, hb, tid, wide, total1, acc2, acc3, half)
                     T.barrier_arrive(free[1])
-                T.copy(total1, totals[1, :])
-                T.barrier_arrive(known[1])
-                T.barrier_wait(known[0], pairs & 1)
-                T.copy(totals[0, :], fresh1)
-                for h in T.Parallel(HEADS):
-                    total1[h] = total1[h] + fresh1[h]
-                if SPLIT:
-                    for h, d in T.Parallel(HEADS, half):
-                        if hb * HEADS + h < N:
-                            OUT[part, t, hb * HEADS + h, half + d] = acc1[h, d]
-                else:
-                    for h, d in T.Parallel(HEADS, half):
-                        acc1[h, d] = acc1[h, d] / total1[h]
-                    T.copy(acc1, q[:, half:])
-                    for h, d in T.Parallel(HEADS, half):
-                        if hb * HEADS + h < N:
-                            OUT[t, hb * HEADS + h, half + d] = q[h, half + d]
+                    before[0] += pairs
 
     return attend_wide
 

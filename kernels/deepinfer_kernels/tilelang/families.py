@@ -8,7 +8,9 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from deepinfer_kernels.cpp import default_cache
 
@@ -32,21 +34,33 @@ FASTER: dict[str, frozenset[str]] = {
 RELEASE = "0.1.15"
 #: releases of apache-tvm-ffi that this one was built against
 FFI = ((0, 1, 11), (0, 1, 13))
-#: where libraries of this device are; None until an engine has asked
+#: where libraries that are not loaded yet are looked for, set by every operation of an engine: others, with another
+#: kernel cache, may live in this process
 folder: Path | None = None
 
 
 def missing(module: str, cache: Path | None = None) -> str | None:
     """What keeps a module's kernels from running here, in one sentence with the next step; None when nothing does."""
-    global folder
     here = platform()
     if not here.startswith("sm"):
         return here
     built = (cache or default_cache()) / here
     if next(built.glob(f"{module}.*-{source_key(module)}-*.so"), None) is None:
         return f"not built for this device: deepinfer build-kernels --target {here}"
-    folder = built
     return None
+
+
+def reading(fn: Callable[..., Any], cache: Path) -> Callable[..., Any]:
+    """``fn``, with libraries that this process has not loaded yet taken from ``cache``."""
+    here = cache / platform()
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        global folder
+        folder = here
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def unusable() -> str | None:

@@ -39,20 +39,18 @@ __device__ __forceinline__ float e8m0(unsigned b) {
   return __uint_as_float(b == 0 ? 0x400000u : b == 255 ? 0x7FC00000u : b << 23);
 }
 
-// 8 E2M1 codes times a pair of equal bf16 scales. A byte multiplied by 2^6 + 2^18 has the magnitude of its low code
-// in bits 6..8 of the low half and that of its high code in those of the high half: as bf16 they are the value times
-// 2^-126; the signs are in bit 9.
+// 8 E2M1 codes times a pair of equal bf16 scales. A byte multiplied by 2^6 + 2^18 has the magnitude of its low code in
+// bits 6..8 of the low half and that of its high code in those of the high half, where they are as bf16 the value times
+// 2^-126, and the signs in bit 9; a scale of 2^116 makes them the value times 2^-10.
 __device__ __forceinline__ void e2m1x8(unsigned codes, unsigned scale, unsigned* out) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const unsigned byte = __byte_perm(codes, 0, 0x4440 + k);
-    const unsigned spread = byte * 0x40040u;
-    const unsigned value = (spread & 0x01C001C0u) | ((spread << 6) & 0x80008000u);
-    out[k] = times(times(value, 0x7E807E80u), scale);
+    const unsigned spread = __byte_perm(codes, 0, 0x4440 + k) * 0x40040u;
+    out[k] = times((spread & 0x01C001C0u) | ((spread << 6) & 0x80008000u), scale);
   }
 }
 
-// codes (16 bytes) and scales (2 bytes) of columns 32c..32c+31 of a global record
+// codes (16 bytes) and scales (2 bytes) of columns 32c..32c+31 of a global record; zeros and bit 16 for a hidden one
 template <int D>
 __device__ __forceinline__ void fetch_global(const unsigned char* entries, int slot, int c, unsigned* raw) {
   if (slot >= 0) {
@@ -66,52 +64,70 @@ __device__ __forceinline__ void fetch_global(const unsigned char* entries, int s
     }
     raw[4] = __ldg(reinterpret_cast<const unsigned short*>(record + D / 2 + 2 * c));
   } else {
-    raw[0] = raw[1] = raw[2] = raw[3] = raw[4] = 0;
+    raw[0] = raw[1] = raw[2] = raw[3] = 0;
+    raw[4] = 0x10000;
   }
 }
 
+// the values times 2^-10
 __device__ __forceinline__ void decode_global(const unsigned* raw, void* values) {
   unsigned* out = static_cast<unsigned*>(values);
   const float2 scale = floats(e4m3x2(static_cast<unsigned short>(raw[4])));
-  const unsigned low = bf16x2(scale.x, scale.x), high = bf16x2(scale.y, scale.y);
+  const unsigned low = bf16x2(scale.x * 0x1p116f, scale.x * 0x1p116f);
+  const unsigned high = bf16x2(scale.y * 0x1p116f, scale.y * 0x1p116f);
   e2m1x8(raw[0], low, out);
   e2m1x8(raw[1], low, out + 4);
   e2m1x8(raw[2], high, out + 8);
   e2m1x8(raw[3], high, out + 12);
 }
 
+// codes (32 bytes) and scale of columns 32c..32c+31 of a window place that is in the ring (below −1); else zeros
+template <int D>
+__device__ __forceinline__ void fetch_ring(const unsigned char* ring, int at, int c, unsigned* raw) {
+  if (at < -1) {
+    const unsigned char* record = ring + static_cast<long long>(-2 - at) * (D + D / 32);
+    if constexpr (D % 512 == 0) {  // records of whole 16 bytes
+      const uint4 a = load16(record + 32 * c), b = load16(record + 32 * c + 16);
+      raw[0] = a.x, raw[1] = a.y, raw[2] = a.z, raw[3] = a.w;
+      raw[4] = b.x, raw[5] = b.y, raw[6] = b.z, raw[7] = b.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const unsigned short* pairs = reinterpret_cast<const unsigned short*>(record + 32 * c + 4 * i);
+        raw[i] = __ldg(pairs) | static_cast<unsigned>(__ldg(pairs + 1)) << 16;
+      }
+    }
+    raw[8] = __ldg(record + D + c);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 9; ++i) raw[i] = 0;
+  }
+}
+
+__device__ __forceinline__ void decode_ring(const unsigned* raw, void* values) {
+  unsigned* out = static_cast<unsigned*>(values);
+  const float scale = e8m0(raw[8]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 low = floats(e4m3x2(static_cast<unsigned short>(raw[i])));
+    const float2 high = floats(e4m3x2(static_cast<unsigned short>(raw[i] >> 16)));
+    out[2 * i] = bf16x2(low.x * scale, low.y * scale);
+    out[2 * i + 1] = bf16x2(high.x * scale, high.y * scale);
+  }
+}
+
 // columns 32c..32c+31 of a window place: at >= 0 a row of this step, −1 hidden (zero), below a record of the ring
 template <int D>
 __device__ __forceinline__ void window_chunk(
     const void* local, const unsigned char* ring, int at, int c, void* values) {
-  uint4* out = static_cast<uint4*>(values);
   if (at >= 0) {
     const char* row = static_cast<const char*>(local) + (static_cast<long long>(at) * D + 32 * c) * 2;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = load16(row + 16 * i);
-  } else if (at < -1) {
-    const unsigned char* record = ring + static_cast<long long>(-2 - at) * (D + D / 32);
-    const float scale = e8m0(__ldg(record + D + c));
-    // a record is a multiple of 4 bytes, of 16 only for some widths
-    const unsigned* codes = reinterpret_cast<const unsigned*>(record + 32 * c);
-    unsigned* words = static_cast<unsigned*>(values);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      unsigned code;
-      if constexpr (D % 512 == 0) {
-        code = __ldg(codes + i);
-      } else {
-        const unsigned short* pairs = reinterpret_cast<const unsigned short*>(codes + i);
-        code = __ldg(pairs) | static_cast<unsigned>(__ldg(pairs + 1)) << 16;
-      }
-      const float2 low = floats(e4m3x2(static_cast<unsigned short>(code)));
-      const float2 high = floats(e4m3x2(static_cast<unsigned short>(code >> 16)));
-      words[2 * i] = bf16x2(low.x * scale, low.y * scale);
-      words[2 * i + 1] = bf16x2(high.x * scale, high.y * scale);
-    }
+    for (int i = 0; i < 4; ++i) static_cast<uint4*>(values)[i] = load16(row + 16 * i);
   } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = make_uint4(0, 0, 0, 0);
+    unsigned raw[9];
+    fetch_ring<D>(ring, at, c, raw);
+    decode_ring(raw, values);
   }
 }
 
