@@ -300,7 +300,7 @@ AS_THEY_ARE = frozenset({
     "prepare_weight", "embed", "embed_streams", "rope", "dispatch_permute", "dispatch_rows",
     "count_choices", "moe_combine", "quantise_index_query", "index_weights",
     "candidate_blocks", "restrict_to_candidates", "select_topk", "pack_rows", "unpack_rows", "store_rows", "load_rows",
-    "store_pairs", "entry_slots", "window_places", "pair_places",
+    "store_pairs", "copy_rows", "entry_slots", "window_places", "pair_places",
     "engram_hash", "token_classes", "dequantise_table", "engram_lookup", "sample", "next_tokens",
     "adjust_logits", "token_logprobs",
     "dspark_confidence", "dspark_split", "settle_rows", "sampled_rows", "commit_rows", "verify_rows", "draft_sample",

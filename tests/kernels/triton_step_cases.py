@@ -265,6 +265,22 @@ def test_pairs_are_stored_where_they_belong():
     assert torch.equal(mine.cpu(), theirs)
 
 
+@pytest.mark.parametrize("width", [33, 64, 20000])
+def test_rows_are_moved_between_slots(width: int):
+    torch.manual_seed(width)
+    for rows in (1, 7, 0):
+        source = torch.randint(0, 256, (20, width), dtype=torch.uint8)
+        of, at = torch.randperm(20)[:rows], torch.randperm(12)[:rows]
+        mine, theirs = torch.zeros(12, width, dtype=torch.uint8, device=DEVICE), torch.zeros(12, width).byte()
+        TRITON.copy_rows(mine, *on_device((at, source, of)))
+        REFERENCE.copy_rows(theirs, at, source, of)
+        assert torch.equal(mine.cpu(), theirs)
+    store = source.to(DEVICE)  # within one store, whose rows have several dimensions
+    four, (last, second) = store.view(5, 4, width), on_device((torch.tensor([4]), torch.tensor([1])))
+    TRITON.copy_rows(four, last, four, second)
+    assert torch.equal(store[16:].cpu(), source[4:8]) and torch.equal(store[:16].cpu(), source[:16])
+
+
 # ------------------------------------------------------------------------ engram
 
 

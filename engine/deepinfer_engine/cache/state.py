@@ -168,9 +168,10 @@ class KVState:
         On the device, in stream order: the copy of a pivot is due before the next step writes.
         """
         positions = torch.arange(max(0, end - self.layout.window), end, device=self._window.device)
-        at = positions % self.layout.ring
-        rows = self._window[layers.start : layers.stop].index_select(1, source * self.layout.ring + at)
-        self._window[layers.start : layers.stop].index_copy_(1, target * self.layout.ring + at, rows)
+        first = torch.arange(layers.start, layers.stop, device=self._window.device) * self._window.shape[1]
+        at = (first.unsqueeze(1) + positions % self.layout.ring).flatten()
+        store, ring = self._window.flatten(0, 1), self.layout.ring
+        self.ops.copy_rows(store, at + target * ring, store, at + source * ring)
 
     def _window_slots(self, slot: int, start: int, end: int) -> Tensor:
         positions = torch.arange(start, end, device=self._window.device)

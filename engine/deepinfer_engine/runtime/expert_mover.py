@@ -35,7 +35,8 @@ class ExpertMover:
     """Slots ``local_slots`` of every layer, whose expert stacks are ``banks``; others are reached through
     ``exchange``."""
 
-    def __init__(self, banks: Sequence[Any], local_slots: range, exchange: Exchange | None = None):
+    def __init__(self, banks: Sequence[Any], local_slots: range, ops: Any, exchange: Exchange | None = None):
+        self._ops = ops
         self._local = local_slots
         self._exchange = exchange
         self._rows = [[_byte_rows(t, len(local_slots)) for t in _tensors(bank)] for bank in banks]
@@ -98,7 +99,7 @@ class ExpertMover:
         source = self._index([p.src - self._local.start for p in pieces])
         at = self._index([place[p.dst] for p in pieces])
         for out, data in zip(self._staging, rows, strict=True):
-            out.index_copy_(0, at, data.index_select(0, source))
+            self._ops.copy_rows(out, at, data, source)
 
     def _slices(self, rows: Sequence[Tensor], row: int, piece: Piece) -> Iterator[Tensor]:
         """The parts of an expert's bytes lo … hi − 1, one per tensor that has any of them."""

@@ -105,7 +105,7 @@ def _move_site(runner: Runner) -> MoveSite:
     """What moves the experts of this process under live rebalancing."""
     mesh = runner.mesh
     banks = [layer.ffn.bank for layer in runner.model.weights.layers]
-    return MoveSite(banks, mesh, runner.device, mesh if isinstance(mesh, TorchMesh) else None)
+    return MoveSite(banks, mesh, runner.device, runner.ops, mesh if isinstance(mesh, TorchMesh) else None)
 
 
 def replay_shape(profile: Profile, checkpoint: Checkpoint) -> ReplayShape:

@@ -41,10 +41,10 @@ class Prepared:
 class MoveSite:
     """Fills this process's slots and switches its table. ``prepare`` may run beside steps, ``run`` between two."""
 
-    def __init__(self, banks: Sequence[Any], mesh: Any, device: str, exchange: Exchange | None = None):
+    def __init__(self, banks: Sequence[Any], mesh: Any, device: str, ops: Any, exchange: Exchange | None = None):
         self._mesh = mesh
         self._device = device
-        self._mover = ExpertMover(banks, mesh.local_slots, exchange)
+        self._mover = ExpertMover(banks, mesh.local_slots, ops, exchange)
         self.ready: Prepared | None = None
         self._timed: list[tuple[Any, Any]] = []
 

@@ -38,6 +38,11 @@ def store_rows(num: Numerics, store: Tensor, slots: Tensor, packed: Tensor) -> N
     store.index_copy_(0, slots.clamp(min=0), packed)
 
 
+def copy_rows(num: Numerics, target: Tensor, at: Tensor, source: Tensor, rows: Tensor) -> None:
+    """target[at[i]] = source[rows[i]], in place; at and rows [n] int64, no row is both read and written."""
+    target.index_copy_(0, at, source.index_select(0, rows))
+
+
 def load_rows(num: Numerics, store: Tensor, slots: Tensor, kind: str) -> Tensor:
     """Values [..., D] of the rows ``slots`` [...] (−1 reads row 0; the caller masks it)."""
     flat = store.index_select(0, slots.clamp(min=0).flatten())

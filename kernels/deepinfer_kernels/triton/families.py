@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "rows": ("window_rows", "store_entries"),
     "places": ("entry_slots", "window_places", "pair_places", "rope_angles", "embed", "embed_streams"),
     "streams": ("mhc_collapse_norm",),
+    "move": ("copy_rows",),
     "compress": ("pool_pairs", "pool_cached", "store_pairs"),
     "head": ("head_logits",),
     "sample": ("sample", "next_tokens", "draft_sample"),

@@ -27,6 +27,7 @@ from deepinfer_kernels.triton import (
     index,
     linear,
     moe,
+    move,
     norm,
     permute,
     places,
@@ -51,6 +52,7 @@ _MODULES = (
     index,
     linear,
     moe,
+    move,
     norm,
     permute,
     places,
@@ -169,6 +171,8 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     for kind, width in (("global", s.D), ("index", s.Di)):
         store = _bytes(9, cache.record(kind, width, stored=False)[3])
         yield "store_entries", (_empty(T, width), _empty(width), 1e-6, *angles, store, _i64(T), kind), {}
+    for dtype, width in ((torch.uint8, 33), (torch.int32, 9), (torch.int32, 8192)):
+        yield "copy_rows", (_empty(9, width, dtype=dtype), _i64(T), _empty(9, width, dtype=dtype), _i64(T)), {}
     yield "store_pairs", (_f32(9, 2, s.D), _i64(T), _f32(T, s.D), _f32(T, s.D)), {}
     yield "pool_pairs", ((_f32(T, s.D), _f32(T, s.D)), (_f32(T, s.D), _f32(T, s.D))), {}
     places = (_i64(T), _i64(T), _i64(T), _empty(T, dtype=torch.bool))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deepinfer_engine.eplb.moving import MovePlan, plan_moves
 from deepinfer_engine.runtime.expert_mover import ExpertMover
+from deepinfer_kernels.registry import resolve
 
 SIZE = 10  # bytes of an expert in the simulation
 
@@ -117,7 +118,7 @@ def test_the_mover_fills_slots_of_any_format_with_the_experts_of_the_plan(limit:
         return Bank(Stack(up[layer][at], scale[layer][at]), down[layer][at])
 
     banks = [bank(layer, old) for layer in range(2)]
-    mover = ExpertMover(banks, range(16))
+    mover = ExpertMover(banks, range(16), resolve("float", "cpu"))
     assert mover.expert_bytes == 6 * 5 * 2 + 3 + 7 * 4
     plan = plan_moves(old, new, expert_bytes=mover.expert_bytes, limit=limit)
     for step, after in zip(plan.steps, plan.after, strict=True):

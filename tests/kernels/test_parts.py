@@ -1,0 +1,64 @@
+"""Fused operations made of their parts: the same bits, and each part in the way chosen for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_kernels import parts
+from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops, resolve
+
+T, D, H, C = 9, 64, 160, 4
+
+
+def arguments() -> dict[str, tuple[Any, ...]]:
+    """Arguments by operation; stores come as zeros and are compared after the call."""
+    torch.manual_seed(0)
+    angle = torch.rand(T, 8)
+    rows = (torch.randn(T, D).bfloat16(), torch.randn(D).bfloat16(), 1e-6, angle.cos(), angle.sin())
+    slots = 1 + torch.randperm(20)[:T]
+    value, gate = torch.randn(T, D), torch.randn(T, D)
+    pair = torch.tensor([1, 3]), torch.tensor([1, 2]), torch.tensor([4, -1]), torch.tensor([True, False])
+    streams = torch.randn(T, C, H).bfloat16(), torch.rand(T, C), torch.randn(H).bfloat16(), 1e-6
+    table = torch.randint(0, 120, (30, 32), dtype=torch.uint8), torch.full((30, 1), 127, dtype=torch.uint8)
+    return {
+        "window_rows": rows,
+        "mhc_collapse_norm": streams,
+        "store_entries": (*rows, torch.zeros(21, 36, dtype=torch.uint8), slots, "global"),
+        "store_pairs": (torch.zeros(21, 2, D), slots, value, gate),
+        "pool_cached": (value, gate, torch.randn(21, 2, D), *pair),
+        "dispatch_rows": (torch.randn(T, H).bfloat16(), torch.randint(0, 6, (T, 3)), torch.rand(T, 3), 6),
+        "engram_lookup": (*table, torch.randint(0, 30, (T, 4))),
+        "embed_streams": (torch.randint(0, 50, (T,)), torch.randn(50, H).bfloat16(), C),
+    }
+
+
+def after(ops: Ops, name: str) -> list[Tensor]:
+    """What the operation returns, and its arguments as it leaves them."""
+    args = arguments()[name]
+    result = getattr(ops, name)(*args)
+    return [t for t in (*(result if isinstance(result, tuple) else (result,)), *args) if isinstance(t, Tensor)]
+
+
+@pytest.mark.parametrize("name", sorted(parts.OPERATIONS))
+def test_a_composed_operation_has_the_bits_of_the_reference(name: str):
+    plain = resolve("fast", "cpu", backend="reference")
+    composed = Ops(plain.numerics, "cpu", plain.chosen | {name: _parts(name)})
+    assert composed.chosen[name].composed and not plain.chosen[name].composed
+    for a, b in zip(after(composed, name), after(plain, name), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_parts_are_computed_as_chosen():
+    plain = resolve("fast", "cpu", backend="reference")
+    zero = replace(plain.chosen["rms_norm"], fn=lambda num, x, weight, eps: torch.zeros_like(x))
+    ops = Ops(plain.numerics, "cpu", plain.chosen | {"rms_norm": zero, "window_rows": _parts("window_rows")})
+    assert not after(ops, "window_rows")[0].any()
+
+
+def _parts(name: str) -> Any:
+    return next(i for i in IMPLEMENTATIONS[name] if i.backend == "parts")
