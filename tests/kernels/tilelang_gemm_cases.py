@@ -30,7 +30,7 @@ COUNTS = [
     (0, 0, 0, 2100, 0, 0, 0),
 ]
 #: heads and width of index queries
-HEADS = [(32, 128), (8, 64), (64, 128)]
+HEADS = [(32, 128), (8, 64)]
 
 
 @pytest.fixture(scope="session", autouse=True)
