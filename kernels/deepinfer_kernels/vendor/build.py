@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a step; ``detail``: the last line it printed when it failed."""
+    """What became of a step; ``detail``: the line that says why it failed, and where all lines are."""
 
     step: Step
     status: Literal["done", "failed"]
@@ -284,7 +284,7 @@ def run(made: Plan) -> list[Done]:
         try:
             for step in made.steps:
                 argv = tuple(str(part) if word == str(made.target) else word for word in step.argv)
-                done.append(_run(step, argv))
+                done.append(_run(step, argv, folder / "build.log"))
                 if done[-1].status == "failed":
                     return done
             if not (part / made.library).is_dir():
@@ -292,12 +292,19 @@ def run(made: Plan) -> list[Done]:
                 return [*done[:-1], Done(done[-1].step, "failed", done[-1].seconds, detail)]
             part.chmod(0o755)
             part.replace(made.target)
+            (folder / "build.log").unlink(missing_ok=True)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return done
 
 
-def _run(step: Step, argv: tuple[str, ...]) -> Done:
+#: what pip says of any failure, beside the reason
+_EMPTY = re.compile(
+    r"subprocess-exited|did not run successfully|Failed building|metadata-generation|failed-wheel|^note:"
+)
+
+
+def _run(step: Step, argv: tuple[str, ...], log: Path) -> Done:
     began = time.perf_counter()
     environment = os.environ | dict(step.variables) | {"GIT_TERMINAL_PROMPT": "0"}
     try:
@@ -312,6 +319,9 @@ def _run(step: Step, argv: tuple[str, ...]) -> Done:
     seconds = time.perf_counter() - began
     if ended.returncode == 0:
         return Done(step, "done", seconds)
-    lines = [line.strip() for line in (ended.stderr + ended.stdout).splitlines() if line.strip()]
-    said = next((line for line in lines if re.search(r"\b(?:error|fatal|assert)", line, re.IGNORECASE)), None)
-    return Done(step, "failed", seconds, said or (lines[-1] if lines else f"exit status {ended.returncode}"))
+    text = ended.stdout + ended.stderr
+    log.write_text(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _EMPTY.search(line)]
+    reasons = r"error:|fatal|undefined reference|cannot find|Error\b|assert"
+    said = next((line for line in lines if re.search(reasons, line)), lines[-1] if lines else None)
+    return Done(step, "failed", seconds, f"{said or f'exit status {ended.returncode}'} ({log} has all of it)")
