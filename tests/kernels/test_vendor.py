@@ -274,6 +274,11 @@ def test_router_orders_by_id_and_weighs_as_asked(install, normalise):
     expected_ids, expected = moe.gate_topk(FAST, *case, **options)
     assert torch.equal(ids, expected_ids)
     close(weight, expected, 1e-6)
+    of_tokens = (*case[:2], torch.rand(6, 16))  # the bias of image spans
+    for have, want in zip(
+        tile_kernels.gate_topk(FAST, *of_tokens, **options), moe.gate_topk(FAST, *of_tokens, **options), strict=True
+    ):
+        assert torch.equal(have, want)
 
 
 def test_engram(install):

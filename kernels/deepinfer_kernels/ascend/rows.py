@@ -279,7 +279,10 @@ def engram_hash(*, LAGS: int, HEADS: int) -> Any:
 
 
 def gate_topk(*, E: int, K: int, NORMALISE: bool) -> Any:
-    """K experts of the largest sqrt(softplus(logit)) + bias, ascending; their weights without the bias."""
+    """K experts of the largest sqrt(softplus(logit)) + bias, ascending; their weights without the bias.
+
+    One bias for all tokens; the bias per token of image spans has no form.
+    """
     n, tokens = T.dynamic("T"), 32
 
     @T.prim_func

@@ -144,7 +144,7 @@ def _install(library: Library, wanted: str, target: Path, platform: str | None) 
     pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target))
     if library.distribution is not None and wanted == library.distribution:
         return Step("install", (*pip, "--only-binary", ":all:", wanted))
-    variables = {
+    variables: dict[str, str] = {
         "deep_gemm": {"DG_FORCE_BUILD": "1"},  # or its build looks for a wheel on the network first
         "flash_mla": {
             "sm90": {"FLASH_MLA_DISABLE_SM100": "1"},
@@ -152,7 +152,16 @@ def _install(library: Library, wanted: str, target: Path, platform: str | None) 
         }.get(platform or "", {}),
         "deep_select": {"sm90": {"DEEP_SELECT_CUDA_ARCHS": "90a"}}.get(platform or "", {}),
     }.get(library.name, {})
+    if library.name == "flash_mla" and (headers := _cccl()):  # CUDA 13 moved them, its build does not know
+        variables = {**variables, "CPATH": os.pathsep.join(p for p in (headers, os.environ.get("CPATH")) if p)}
     return Step("build", (*pip, "--no-build-isolation", wanted), tuple(variables.items()))
+
+
+def _cccl() -> str | None:
+    """The folder of CUDA's C++ headers where it is one of its own."""
+    nvcc = _nvcc_path()
+    folder = Path(nvcc).resolve().parents[1] / "include" / "cccl" if nvcc else None
+    return str(folder) if folder is not None and folder.is_dir() else None
 
 
 def _note(library: Library, source: Path | None, platform: str | None) -> str | None:
@@ -200,12 +209,15 @@ def _gxx(minimum: str) -> Callable[[str | None], Need]:
     return check
 
 
+def _nvcc_path() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return (shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None) or shutil.which("nvcc")
+
+
 def _nvcc(oldest: dict[str, str]) -> Callable[[str | None], Need]:
     def check(platform: str | None) -> Need:
         minimum = oldest.get(platform or "sm100", oldest["sm100"])
-        home = os.environ.get("CUDA_HOME")
-        path = shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None
-        path = path or shutil.which("nvcc")
+        path = _nvcc_path()
         version = _version([path, "--version"], r"release (\d+\.\d+)") if path else None
         fix = f"install the CUDA toolkit {minimum} or newer, and name its folder in CUDA_HOME"
         return _judged("nvcc", minimum, f"{path} {version}" if version else None, fix)
@@ -322,6 +334,6 @@ def _run(step: Step, argv: tuple[str, ...], log: Path) -> Done:
     text = ended.stdout + ended.stderr
     log.write_text(text)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _EMPTY.search(line)]
-    reasons = r"error:|fatal|undefined reference|cannot find|Error\b|assert"
-    said = next((line for line in lines if re.search(reasons, line)), lines[-1] if lines else None)
+    reasons = (r"error:|undefined reference|cannot find", r"fatal|assert|Error\b", "")  # a compiler's before a script's
+    said = next((line for reason in reasons for line in lines if re.search(reason, line)), None)
     return Done(step, "failed", seconds, f"{said or f'exit status {ended.returncode}'} ({log} has all of it)")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepinfer_kernels.reference import cache as ref_cache
 from deepinfer_kernels.reference import engram as ref_engram
-from deepinfer_kernels.reference import norm
+from deepinfer_kernels.reference import moe, norm
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.vendor import libraries, operands
 
@@ -70,7 +70,12 @@ def mhc_expand(num: Numerics, X: Tensor, y: Tensor, post: Tensor, comb: Tensor) 
 def gate_topk(
     num: Numerics, x: Tensor, weight: Tensor, bias: Tensor, *, k: int, normalise: bool, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """(expert ids [T, k] ascending int64, weights [T, k] f32); the product with the router is torch's, in f32."""
+    """(expert ids [T, k] ascending int64, weights [T, k] f32); the product with the router is torch's, in f32.
+
+    A bias per token, as image spans have, is the reference's.
+    """
+    if bias.dim() != 1 or x.shape[0] == 0:
+        return moe.gate_topk(num, x, weight, bias, k=k, normalise=normalise, scale=scale, temperature=temperature)
     logits = (x.float() @ weight.float().mT / temperature).contiguous()
     ids, chosen = _call("moe_topk_gate")(logits, k, False, 0, scale, 0, bias=bias.float().contiguous())
     ids, order = ids.sort(-1)
