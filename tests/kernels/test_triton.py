@@ -5,7 +5,6 @@ They run in a process of their own, because Triton decides at its import whether
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton: pip install 'deepinfer-cli[cuda]'", allow_module_level=True)
+from deepinfer_kernels.triton import families
+
+if (reason := families.unusable()) is not None:
+    pytest.skip(f"needs another triton: {reason}", allow_module_level=True)
 
 CASES = [
     str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py", "triton_draw_cases.py")
