@@ -58,8 +58,8 @@ def recording(record: Callable[[Call], None]) -> Iterator[None]:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, **constants: Any) -> None:
     """Run ``kernel`` on the current stream of its first tensor's device; an empty grid does nothing.
 
-    ``args`` are the kernel's run-time arguments in order (tensors, None, int, float), ``constants`` its tl.constexpr
-    ones by name, in the order of its parameters.
+    ``args`` are the kernel's run-time arguments in order (tensors, None, int, float; one of the first two is a tensor),
+    ``constants`` its tl.constexpr ones by name, in the order of its parameters.
     """
     if _recorder:
         names = kernel.arg_names[: len(args)]
@@ -71,14 +71,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stage
     if INTERPRETED:
         kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
         return
-    device = next(a.device.index for a in args if isinstance(a, Tensor))
-    if device != torch.cuda.current_device():
+    device = (args[1] if args[0] is None else args[0]).get_device()
+    if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, grid, *args, warps=warps, stages=stages, **constants)
         return
     # what Triton would compile another kernel for; nothing specialises on integers
-    kinds = tuple([(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else _kind(a) for a in args])
-    key = (kernel, device, warps, stages, kinds, tuple(constants.values()))
+    kinds = [(a.dtype, a.data_ptr() & 15) if isinstance(a, Tensor) else _kind(a) for a in args]
+    # by its number: a kernel lives as long as its module, and hashing it takes longer than all the rest
+    key = (id(kernel), device, warps, stages, *kinds, *constants.values())
     made = _made.get(key)
     if made is None:
         if folder is not None and "TRITON_CACHE_DIR" not in os.environ:
