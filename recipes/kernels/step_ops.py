@@ -195,11 +195,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--warm", metavar="I/N")
-    parser.add_argument("--only", default="", help="operations whose name begins so")
+    parser.add_argument("--only", nargs="*", default=[""], help="operations whose name begins so")
+    parser.add_argument("--ours", action="store_true", help="leave torch out")
     args = parser.parse_args()
     torch.manual_seed(0)
     mine, plain = ops_of("triton"), ops_of("reference")
-    todo = [c for c in cases() if c.op.startswith(args.only)]
+    todo = [c for c in cases() if c.op.startswith(tuple(args.only))]
     if args.warm:
         first, step = (int(part) for part in args.warm.split("/"))
         for case in todo[first::step]:
@@ -208,9 +209,10 @@ def main() -> None:
         return
     lines = []
     for case in todo:
-        line = {"case": case.name, "bytes": case.bytes, "triton": measure(case, mine), "torch": measure(case, plain)}
+        line = {"case": case.name, "bytes": case.bytes, "triton": measure(case, mine)}
+        line |= {} if args.ours else {"torch": measure(case, plain)}
         lines.append(line)
-        print(f"{case.name:38s} {line['triton']}  torch {line['torch']}", flush=True)
+        print(f"{case.name:38s} {line['triton']}" + ("" if args.ours else f"  torch {line['torch']}"), flush=True)
         torch.cuda.empty_cache()
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -204,9 +204,9 @@ def adjust_verify_logits(
     return out
 
 
-@triton.jit(do_not_specialize=["V", "top"])
+@triton.jit(do_not_specialize=["top"])
 def _logprobs(
-    LOGITS, IDS, LOGP, BEST, BEST_LOGP, ROOM, V, top, MOST: tl.constexpr, BLOCK: tl.constexpr
+    LOGITS, IDS, LOGP, BEST, BEST_LOGP, ROOM, top, V: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """log-probability of one id of a row; the ``top`` best ids, found as for index entries, then ordered."""
     row = tl.program_id(0).to(tl.int64)
@@ -222,7 +222,7 @@ def _logprobs(
     shift = log(tl.sum(sums, 0))
     tl.store(LOGP + row, (tl.load(LOGITS + row * V + tl.load(IDS + row)) - peak) - shift)
     if MOST > 0:
-        lowest, room = kth_best(LOGITS, row, V, -1, V, top, 1, 1, BLOCK)
+        lowest, room = kth_best(LOGITS, row, V, top, False, BLOCK)
         taken, equals = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         for start in range(0, V, BLOCK):
             j = start + tl.arange(0, BLOCK)
@@ -257,5 +257,5 @@ def token_logprobs(num: Numerics, logits: Tensor, ids: Tensor, *, top: int) -> t
     best = empty((B, top), dtype=int64, device=device), empty((B, top), dtype=float32, device=device)
     most = power_of_two(top) if top else 0
     room = empty((B, most), dtype=int32, device=device)
-    launch(_logprobs, (B,), logits, ids, logp, *best, room, V, top, warps=8, MOST=most, BLOCK=2048)
+    launch(_logprobs, (B,), logits, ids, logp, *best, room, top, warps=8, V=V, MOST=most, BLOCK=2048)
     return logp, *best

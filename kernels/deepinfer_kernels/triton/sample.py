@@ -21,12 +21,14 @@ from torch import Tensor, empty, float32, float64, int32, int64
 
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.reference.sample import DRAFT, NON_FINITE, NOTHING_ALLOWED, TARGET
-from deepinfer_kernels.triton.launch import contiguous, launch
+from deepinfer_kernels.triton.launch import contiguous, launch, power_of_two
 from deepinfer_kernels.triton.precise import exp, log
 from deepinfer_kernels.triton.select import kth_best, number
 
 #: tokens of a step: of a program over a row, of its sums of sixteen parts, of one that draws; programs that draw a row
 _ROW, _WIDE, _DRAW, _PARTS = 2048, 1024, 1024, 8
+#: tokens of a program of a greedy draw: one launch where they are all, else two
+_GREEDY = 16384
 #: −log(−log(1 − 2^-25)) = 17.3287
 _MOST_NOISE = tl.constexpr(17.33)
 _LOWEST, _INFINITE, _LAST = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
@@ -40,19 +42,19 @@ def _value(key):
 
 
 @triton.jit
-def _best(LOGITS, RAW, row, V, BLOCK: tl.constexpr):
-    """(number of the largest logit of a row, its lowest id, whether all raw logits are finite)."""
+def _best(LOGITS, RAW, row, begin, end, V: tl.constexpr, BLOCK: tl.constexpr):
+    """(number of the largest logit of a part of a row, its lowest id, whether all raw logits of it are finite)."""
     top = tl.full((BLOCK,), -0x80000000, tl.int32)
     where = tl.zeros((BLOCK,), dtype=tl.int32)
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in range(begin, end, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        key = number(tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf")))
-        better = (key > top) & (j < V)
+        key = number(tl.load(LOGITS + row * V + j, mask=j < end, other=float("-inf")))
+        better = (key > top) & (j < end)
         top = tl.where(better, key, top)
         where = tl.where(better, j, where)
         if RAW is not None:
-            raw = number(tl.load(RAW + row * V + j, mask=j < V, other=0.0))
+            raw = number(tl.load(RAW + row * V + j, mask=j < end, other=0.0))
             wrong = wrong | ((raw >= _INFINITE) | (raw <= _LOWEST)).to(tl.int32)
     best = tl.max(top, 0)
     return best, tl.min(tl.where(top == best, where, _LAST), 0), tl.max(wrong, 0) == 0
@@ -66,17 +68,41 @@ def _judged(id, best, finite, ADJUSTED: tl.constexpr):
     return tl.where(finite, id, _NON_FINITE)
 
 
-@triton.jit(do_not_specialize=["V"])
-def _greedy(LOGITS, RAW, IDS, V, ADJUSTED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _greedy(LOGITS, RAW, IDS, V: tl.constexpr, ADJUSTED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    best, id, finite = _best(LOGITS, RAW, row, V, BLOCK)
+    best, id, finite = _best(LOGITS, RAW, row, 0, V, V, BLOCK)
     if RAW is not None:
         id = _judged(id, best, finite, ADJUSTED)
     tl.store(IDS + row, id.to(tl.int64))
 
 
 @triton.jit
-def _last_of_equals(LOGITS, row, V, lowest, room, BLOCK: tl.constexpr):
+def _greedy_part(LOGITS, RAW, FOUND, V: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """FOUND [row, part]: the number of the best, its id, whether raw logits are finite, of ``EACH`` tokens."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best, id, finite = _best(LOGITS, RAW, row, part * EACH, tl.minimum(part * EACH + EACH, V), V, BLOCK)
+    to = FOUND + (row * tl.num_programs(1) + part) * 3
+    tl.store(to, best)
+    tl.store(to + 1, id)
+    tl.store(to + 2, finite.to(tl.int32))
+
+
+@triton.jit
+def _greedy_whole(FOUND, IDS, PARTS: tl.constexpr, BP: tl.constexpr, JUDGED: tl.constexpr, ADJUSTED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BP)
+    at, mask = FOUND + (row * PARTS + i) * 3, i < PARTS
+    key = tl.load(at, mask=mask, other=-0x80000000)
+    best = tl.max(key, 0)
+    id = tl.min(tl.where((key == best) & mask, tl.load(at + 1, mask=mask, other=0), _LAST), 0)
+    if JUDGED:
+        id = _judged(id, best, tl.min(tl.load(at + 2, mask=mask, other=1), 0) != 0, ADJUSTED)
+    tl.store(IDS + row, id.to(tl.int64))
+
+
+@triton.jit
+def _last_of_equals(LOGITS, row, V: tl.constexpr, lowest, room, BLOCK: tl.constexpr):
     """Id of the ``room``-th token whose number is ``lowest``."""
     seen, last = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
     for start in range(0, V, BLOCK):
@@ -89,7 +115,7 @@ def _last_of_equals(LOGITS, row, V, lowest, room, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weights(LOGITS, row, V, j, lowest, last, top, temperature):
+def _weights(LOGITS, row, V: tl.constexpr, j, lowest, last, top, temperature):
     """(number, whether kept, distance from the best, weight exp(−distance), both 0 where not kept)."""
     x = tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf"))
     key = number(x)
@@ -100,8 +126,9 @@ def _weights(LOGITS, row, V, j, lowest, last, top, temperature):
 
 @triton.jit
 def _reached(
-    LOGITS, WEIGHT, ITEM, row, V, lowest, last, top, temperature, chosen, base, limit, best, BLOCK: tl.constexpr
-):
+    LOGITS, WEIGHT, ITEM, row, V: tl.constexpr, lowest, last, top, temperature, chosen, base, limit, best,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """(lowest, last) with the mass before the last token kept below ``limit``: that token lies in part ``chosen``."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, V, BLOCK):
@@ -149,17 +176,17 @@ def _reached(
     return high.to(tl.int32), end
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def _filter(
-    LOGITS, RAW, TEMPERATURE, TOP_K, TOP_P, MIN_P, STATE, MASS, WEIGHT, ITEM, V, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    LOGITS, RAW, TEMPERATURE, TOP_K, TOP_P, MIN_P, STATE, MASS, WEIGHT, ITEM, V: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """STATE [row]: id of the best, its number, whether raw logits are finite, lowest number kept, last of its equals.
 
     MASS [row], where wanted: log of the mass kept, of which the best has 1. WEIGHT, ITEM [row, V]: room to work in.
     """
     row = tl.program_id(0).to(tl.int64)
-    best, id, finite = _best(LOGITS, RAW, row, V, BLOCK)
+    best, id, finite = _best(LOGITS, RAW, row, 0, V, V, BLOCK)
     temperature = tl.load(TEMPERATURE + row).to(tl.float64)
     top_k, top_p = tl.load(TOP_K + row).to(tl.int32), tl.load(TOP_P + row).to(tl.float64)
     min_p = tl.load(MIN_P + row).to(tl.float64)
@@ -168,7 +195,7 @@ def _filter(
     if (temperature > 0.0) & (best > _LOWEST) & (best < _INFINITE):
         top = _value(best).to(tl.float64) / temperature
         if (top_k > 0) & (top_k < V):
-            lowest, room = kth_best(LOGITS, row, V, -1, V, top_k, 1, 1, BLOCK)
+            lowest, room = kth_best(LOGITS, row, V, top_k, False, BLOCK)
             last = _last_of_equals(LOGITS, row, V, lowest, room, BLOCK)
         if (top_p < 1.0) | (min_p > 0.0):
             part = tl.arange(0, 16)
@@ -253,10 +280,10 @@ def _better(best, best_id, score, id):
     return tl.where(wins, score, best), tl.where(wins, id, best_id)
 
 
-@triton.jit(do_not_specialize=["V", "stream"])
+@triton.jit(do_not_specialize=["stream"])
 def _draw(
-    LOGITS, STATE, MASS, TEMPERATURE, SEED, POSITION, SCORE, ID, LOGPROB, V, stream, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOGITS, STATE, MASS, TEMPERATURE, SEED, POSITION, SCORE, ID, LOGPROB, stream, V: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Best score and its id in one part of a row; LOGPROB takes the f32 log-distribution, of which it is then drawn."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -333,7 +360,14 @@ def _argmax(logits: Tensor, raw: Tensor | None, adjusted: bool) -> Tensor:
     logits, raw = _checked(logits, raw)
     B, V = logits.shape
     ids = empty(B, dtype=int64, device=logits.device)
-    launch(_greedy, (B,), logits, raw, ids, V, warps=8, ADJUSTED=adjusted, BLOCK=4096)
+    parts = -(-V // _GREEDY)
+    if parts == 1:
+        launch(_greedy, (B,), logits, raw, ids, warps=8, V=V, ADJUSTED=adjusted, BLOCK=4096)
+        return ids
+    found = empty((B, parts, 3), dtype=int32, device=logits.device)
+    launch(_greedy_part, (B, parts), logits, raw, found, warps=8, V=V, EACH=_GREEDY, BLOCK=4096)
+    sizes = dict(PARTS=parts, BP=power_of_two(parts), JUDGED=raw is not None, ADJUSTED=adjusted)
+    launch(_greedy_whole, (B,), found, ids, warps=1, **sizes)
     return ids
 
 
@@ -351,12 +385,12 @@ def _drawn(
     mass = empty(B, dtype=float64, device=device) if with_logprobs else None
     logprobs = empty((B, V), dtype=float32, device=device) if with_logprobs else None
     room = empty((B, V), dtype=float64, device=device), empty((B, V), dtype=int64, device=device)
-    found = (logits, raw, temperature, top_k, top_p, min_p, state, mass, *room, V)
-    launch(_filter, (B,), *found, warps=8, BLOCK=_ROW, WIDE=_WIDE)
+    found = (logits, raw, temperature, top_k, top_p, min_p, state, mass, *room)
+    launch(_filter, (B,), *found, warps=8, V=V, BLOCK=_ROW, WIDE=_WIDE)
     score = empty((B, _PARTS), dtype=float64, device=device)
     id = empty((B, _PARTS), dtype=int32, device=device)
-    drawn = (logits, state, mass, temperature, seed, position, score, id, logprobs, V, stream)
-    launch(_draw, (B, _PARTS), *drawn, PARTS=_PARTS, BLOCK=_DRAW)
+    drawn = (logits, state, mass, temperature, seed, position, score, id, logprobs, stream)
+    launch(_draw, (B, _PARTS), *drawn, V=V, PARTS=_PARTS, BLOCK=_DRAW)
     ids = empty(B, dtype=int64, device=device)
     decided = dict(PARTS=_PARTS, JUDGED=raw is not None, ADJUSTED=adjusted)
     launch(_decide, (B,), score, id, state, temperature, ids, warps=1, **decided)

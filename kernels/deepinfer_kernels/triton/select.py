@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor, bfloat16, bool, empty, float32, int64, uint8
+from torch import Tensor, bfloat16, bool, empty, float32, int32, int64, uint8
 
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.triton.formats import bf16
@@ -31,32 +31,26 @@ def number(x):
 
 
 @triton.jit
-def _numbers(SCORES, row, j, n, newest, GROUP: tl.constexpr, SIZE: tl.constexpr):
-    """Of the entries j of a row, or with a GROUP of the best in each group of so many; ``newest`` counts as +∞."""
-    if GROUP == 1:
-        best = number(tl.load(SCORES + row * n + j, mask=j < n, other=float("-inf")))
+def _numbers(SCORES, row, j, n, NUMBERED: tl.constexpr):
+    """Of the entries j of a row, which may be ``NUMBERED`` already."""
+    if NUMBERED:
+        return tl.load(SCORES + row * n + j, mask=j < n, other=_LOWEST)
     else:
-        i = tl.arange(0, SIZE)[None, :]
-        at = j[:, None] * GROUP + i
-        known = (i < GROUP) & (at < n)
-        best = tl.max(number(tl.load(SCORES + row * n + at, mask=known, other=float("-inf"))), 1)
-    return tl.where(j == newest, _HIGHEST, best)
+        return number(tl.load(SCORES + row * n + j, mask=j < n, other=float("-inf")))
 
 
 @triton.jit
-def kth_best(
-    SCORES, row, n, newest, items, k, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """(number of the k-th best, how many of its equals there is room for) of more than k items."""
+def kth_best(SCORES, row, n, k, NUMBERED: tl.constexpr, BLOCK: tl.constexpr):
+    """(number of the k-th best, how many of its equals there is room for) of k items or more."""
     bins = tl.arange(0, 256)
     prefix = tl.full((), 0, tl.uint32)
     want = k
     for digit in tl.static_range(4):
         found = tl.zeros((256,), dtype=tl.int32)
-        for start in range(0, items, BLOCK):
+        for start in range(0, n, BLOCK):
             j = start + tl.arange(0, BLOCK)
-            u = _numbers(SCORES, row, j, n, newest, GROUP, SIZE).to(tl.uint32, bitcast=True) ^ 0x80000000
-            here = j < items
+            u = _numbers(SCORES, row, j, n, NUMBERED).to(tl.uint32, bitcast=True) ^ 0x80000000
+            here = j < n
             if digit > 0:
                 here = here & ((u >> (32 - 8 * digit)) == prefix)
             found += tl.histogram(((u >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=here)
@@ -67,25 +61,25 @@ def kth_best(
     kth = (prefix ^ 0x80000000).to(tl.int32, bitcast=True)
     # NaN is never taken but has its place among the best, as in a sort: its places are left to equals of the k-th
     above = tl.full((), 0, tl.int32)
-    for start in range(0, items, BLOCK):
+    for start in range(0, n, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        key = _numbers(SCORES, row, j, n, newest, GROUP, SIZE)
-        above += tl.sum(((key > kth) & (key < _NAN) & (j < items)).to(tl.int32), 0)
+        key = _numbers(SCORES, row, j, n, NUMBERED)
+        above += tl.sum(((key > kth) & (key < _NAN) & (j < n)).to(tl.int32), 0)
     return kth, k - above
 
 
-@triton.jit(do_not_specialize=["n", "k", "block"])
+@triton.jit(do_not_specialize=["n", "k"])
 def _select(SCORES, IDS, n, k, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     width = tl.minimum(n, k)
     kth, room = tl.full((), _LOWEST, tl.int32), tl.full((), 0, tl.int32)
     if n > k:
-        kth, room = kth_best(SCORES, row, n, -1, n, k, 1, 1, BLOCK)
+        kth, room = kth_best(SCORES, row, n, k, False, BLOCK)
     taken = tl.full((), 0, tl.int32)
     equals = tl.full((), 0, tl.int32)
     for start in range(0, n, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        key = _numbers(SCORES, row, j, n, -1, 1, 1)
+        key = _numbers(SCORES, row, j, n, False)
         real = (key > _LOWEST) & (key < _NAN) & (j < n)
         equal = real & (key == kth)
         nth = equals + tl.cumsum(equal.to(tl.int32), 0)
@@ -116,19 +110,31 @@ def select_topk(num: Numerics, scores: Tensor, *, k: int) -> Tensor:
     return ids
 
 
-@triton.jit(do_not_specialize=["n", "keep"])
-def _candidates(SCORES, VISIBLE, KEPT, n, keep, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["n"])
+def _block_numbers(SCORES, VISIBLE, OUT, n, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Number of the best entry of each block; the newest visible block has that of +∞."""
+    row = tl.program_id(1).to(tl.int64)
     visible = tl.load(VISIBLE + row).to(tl.int32)
     newest = tl.where(visible > 0, (visible - 1) // GROUP, -1)
     items = (n + GROUP - 1) // GROUP
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, SIZE)[None, :]
+    at = j[:, None] * GROUP + i
+    known = (i < GROUP) & (at < n)
+    best = tl.max(number(tl.load(SCORES + row * n + at, mask=known, other=float("-inf"))), 1)
+    tl.store(OUT + row * items + j, tl.where(j == newest, _HIGHEST, best), mask=j < items)
+
+
+@triton.jit(do_not_specialize=["items", "keep"])
+def _candidates(NUMBERS, KEPT, items, keep, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     kth, room = tl.full((), _LOWEST, tl.int32), tl.full((), 0, tl.int32)
     if items > keep:
-        kth, room = kth_best(SCORES, row, n, newest, items, keep, GROUP, SIZE, BLOCK)
+        kth, room = kth_best(NUMBERS, row, items, keep, True, BLOCK)
     equals = tl.full((), 0, tl.int32)
     for start in range(0, items, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        key = _numbers(SCORES, row, j, n, newest, GROUP, SIZE)
+        key = _numbers(NUMBERS, row, j, items, True)
         real = (key > _LOWEST) & (key < _NAN) & (j < items)
         equal = real & (key == kth)
         nth = equals + tl.cumsum(equal.to(tl.int32), 0)
@@ -143,10 +149,12 @@ def candidate_blocks(num: Numerics, scores: Tensor, visible: Tensor, *, block: i
     if scores.dtype is not float32 or visible.dtype is not int64 or visible.shape != scores.shape[:-1]:
         raise ValueError(f"scores {tuple(scores.shape)} {scores.dtype}, visible {tuple(visible.shape)} {visible.dtype}")
     n = scores.shape[-1]
-    kept = empty((*scores.shape[:-1], blocks(n, block)), dtype=bool, device=scores.device)
-    size = power_of_two(block)
-    sizes = dict(GROUP=block, SIZE=size, BLOCK=max(16, 4096 // size))
-    launch(_candidates, (visible.numel(),), scores, visible, kept.view(uint8), n, keep, warps=8, **sizes)
+    items, rows, size = blocks(n, block), visible.numel(), power_of_two(block)
+    kept = empty((*scores.shape[:-1], items), dtype=bool, device=scores.device)
+    numbers = empty((rows, items), dtype=int32, device=scores.device)
+    sizes = dict(GROUP=block, SIZE=size, BLOCK=max(16, 2048 // size))
+    launch(_block_numbers, (blocks(items, sizes["BLOCK"]), rows), scores, visible, numbers, n, **sizes)
+    launch(_candidates, (rows,), numbers, kept.view(uint8), items, keep, warps=8, BLOCK=_block(items))
     return kept
 
 

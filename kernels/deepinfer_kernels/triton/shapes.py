@@ -191,7 +191,8 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     for n in (1024, 4096):
         yield "select_topk", (_f32(T, 1, n),), dict(k=entries)
     scores = _f32(T, 1, 4096)
-    yield "candidate_blocks", (scores, _i64(T, 1)), dict(block=block, keep=keep)
+    for n in (1024 * block, 4096 * block):
+        yield "candidate_blocks", (_f32(T, 1, n), _i64(T, 1)), dict(block=block, keep=keep)
     kept = _empty(T, 1, -(-4096 // block), dtype=torch.bool)
     yield "restrict_to_candidates", (scores, kept), dict(block=block)
     yield "index_weights", (_empty(T, s.index_heads), s.Di), {}
