@@ -76,6 +76,38 @@ def test_kernels_of_every_kind_compile_for_a_gpu_that_is_not_there(tmp_path: Pat
     assert len(status) > 20 and {s for _, s in status} == {"built"}, done.stdout
 
 
+@pytest.mark.timeout(300)
+def test_weights_of_a_real_size_are_on_their_way_while_the_steps_before_are_multiplied(tmp_path: Path):
+    """A load that Triton cannot see to be wide and on 16 bytes is waited for in every step, at twice the time."""
+    code = (
+        "import torch, triton\n"
+        "from triton.backends.compiler import GPUTarget\n"
+        "from deepinfer_kernels.reference.moe import ExpertBank\n"
+        "from deepinfer_kernels.reference.numerics import NUMERICS\n"
+        "from deepinfer_kernels.triton import build, launch, linear, moe, shapes\n"
+        "empty, weight, calls = shapes._empty, shapes._weight, []\n"
+        "bank = ExpertBank(*(weight(6, *s, kind='fp4') for s in ((2304, 5120), (2304, 5120), (5120, 2304))))\n"
+        "with launch.recording(calls.append):\n"
+        "    for rows in (48, 384, 12288):\n"
+        "        counts = empty(6, dtype=torch.int64)\n"
+        "        moe.moe_experts(None, empty(rows, 5120), counts, bank, empty(rows, dtype=torch.float32), 10.0)\n"
+        "    for T in (1, 64, 200):\n"
+        "        linear.linear(None, empty(T, 5120), weight(1280, 5120, kind='fp8'))\n"
+        "for k in build.kernels(('', call) for call in calls):\n"
+        "    made = triton.compile(k.source, target=GPUTarget('cuda', 90, 32), options=dict(k.options))\n"
+        "    for part in made.asm['ttgir'].split('scf.for')[1:]:\n"
+        "        loop = part.split('scf.yield')[0]\n"
+        "        print(k.function, loop.count('tt.load'), loop.count('async_copy_global_to_local'))\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _, _ in lines} == {"_gate_up", "_down", "_linear"}, done.stdout
+    assert {(waited, ahead) for _, waited, ahead in lines} == {("0", "3")}, done.stdout
+
+
 def test_no_number_of_tokens_of_a_step_takes_a_product_that_is_not_made_ahead():
     from deepinfer_kernels.triton.linear import parts, pays_dense, tile
     from deepinfer_kernels.triton.shapes import _TOKENS, _weight

@@ -374,6 +374,9 @@ def test_other_layouts_and_kinds():
     check("rope", run(TRITON, "rope", (y, cos, sin, True), {}), REFERENCE.rope(y, cos, sin, True))
     wide = torch.rand(96)
     check("rms_norm", run(TRITON, "rms_norm", (x, wide, 1e-6), {}), REFERENCE.rms_norm(x, wide, 1e-6))
+    for outs, inner in ((40, 1056), (70, 1024)):  # K in parts
+        long = bf(3, inner), fp8(outs, inner)
+        check("linear", run(TRITON, "linear", long, {}), REFERENCE.linear(*long))
     plain = ExpertBank(*(Weight(w.dense, "fp4") for w in (fp4(E, WIDTH, H), fp4(E, WIDTH, H), fp4(E, H, WIDTH))))
     (rows, counts, _, w, limit), _ = make("moe_experts", 7)
     got = run(TRITON, "moe_experts", (rows, counts, plain, w, limit), {})
@@ -395,6 +398,17 @@ def byte_weight(kind: Any, *shape: int) -> Weight:
 
 on_a_device = pytest.mark.skipif(launch.INTERPRETED, reason="V4.1-Flash's shapes take a device")
 V41_H, V41_I = 5120, 2304
+
+
+@pytest.mark.parametrize(
+    "counts", [(144, 16, 0, 48, 17, 0), (0, 130, 64, 300, 128, 129), (700, 0, 128, 1), (5, 0, 0), (60, 32, 33), (0, 0)]
+)
+def test_every_row_of_uneven_slots_is_computed(counts: tuple[int, ...]):
+    torch.manual_seed(sum(counts))
+    S, M = len(counts), sum(counts)
+    bank = ExpertBank(fp4(S, 64, 96), fp4(S, 64, 96), fp4(S, 96, 64))
+    arguments = (bf(M, 96, scale=4), torch.tensor(counts), bank, torch.rand(M), 2.0)
+    check("moe_experts", run(TRITON, "moe_experts", arguments, {}), REFERENCE.moe_experts(*arguments))
 
 
 @on_a_device
