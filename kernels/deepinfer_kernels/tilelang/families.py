@@ -27,6 +27,7 @@ BATCH_DEPENDENT = {
 }
 #: operation → platforms on which it was measured to be faster than Triton's, which is taken first elsewhere
 FASTER: dict[str, frozenset[str]] = {
+    "attend_cached": frozenset({"sm90"}),
     "index_scores": frozenset({"sm90"}),
 }
 
