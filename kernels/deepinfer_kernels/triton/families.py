@@ -42,6 +42,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 BATCH_DEPENDENT = {
     "linear": True,
     "linear_grouped": True,
+    "mhc_mixes": True,
     "attend_cached": True,
     "moe_experts": True,
     "shared_expert": True,

@@ -13,20 +13,19 @@ from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.triton.formats import INTERPRETED, bf16, dot, in_parts, widened
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 
-#: inputs of one partial sum
-_UNIT = 512
+#: inputs of one partial sum, of few tokens and of more than so many: fewer programs are faster where they fill a device
+_PARTS = (512, 1024)
+_MANY = 512
 #: tokens, inputs of a step and warps of a program of the projection
 _TOKENS, _STEP, _WARPS = 64, 64, 4
-#: tokens from which a program of the projection makes two partial sums, and adds them up: enough to fill a device
-_MANY = 512
 
 
 @triton.jit(do_not_specialize=["T"])
 def _project(
-    X, FN, PART, T, M: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr,
+    X, FN, PART, T, M: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, EACH: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """Sums [part, t, WIDE] of UNITS partial sums, each over UNIT of K inputs: x · fnᵀ, and x² in column M.
+    """Partial sums [part, t, WIDE] over EACH of K inputs: x · fnᵀ, and x² in column M.
 
     fn is cut into three parts of bf16 that add up to it. A step begins its own sum on the tensor cores, which cut what
     they add; loads of the next one go to registers, because shared memory is what this waits for.
@@ -34,56 +33,39 @@ def _project(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     part = tl.program_id(1)
     m = tl.arange(0, WIDE)
-    begin = part * UNITS * UNIT
-    end = tl.minimum(begin + UNITS * UNIT, K)
-    k = tl.arange(0, BK)
-    rows = X + t.to(tl.int64)[:, None] * K + k[None, :]
-    weights = FN + m[None, :] * K + k[:, None]
-    x = tl.load(rows + begin, mask=(t < T)[:, None] & (begin + k < end)[None, :], other=0.0)
-    fn = tl.load(weights + begin, mask=(m < M)[None, :] & (begin + k < end)[:, None], other=0.0)
-    zero = tl.zeros((BT, WIDE), dtype=tl.float32)
-    acc, total = zero, zero
+    acc = tl.zeros((BT, WIDE), dtype=tl.float32)
     square = tl.zeros((BT,), dtype=tl.float32)
-    squares = square
-    for k0 in range(begin, begin + UNITS * UNIT, BK):
-        following = k0 + BK
-        if K % BK == 0:
-            x_next = tl.load(rows + following, mask=(t < T)[:, None] & (following < end), other=0.0)
-            fn_next = tl.load(weights + following, mask=(m < M)[None, :] & (following < end), other=0.0)
+    end = tl.minimum((part + 1) * EACH, K)
+    k = part * EACH + tl.arange(0, BK)
+    at_x, at_fn = X + t.to(tl.int64)[:, None] * K + k[None, :], FN + m[None, :] * K + k[:, None]
+    x = tl.load(at_x, mask=(t < T)[:, None] & (k < end)[None, :], other=0.0)
+    fn = tl.load(at_fn, mask=(m < M)[None, :] & (k < end)[:, None], other=0.0)
+    for k0 in range(part * EACH, end, BK):
+        k += BK
+        at_x += BK
+        at_fn += BK
+        if K % EACH == 0:  # all or none
+            more = k0 + BK < end
+            x_next = tl.load(at_x, mask=(t < T)[:, None] & more, other=0.0)
+            fn_next = tl.load(at_fn, mask=(m < M)[None, :] & more, other=0.0)
         else:
-            known = following + k < end
-            x_next = tl.load(rows + following, mask=(t < T)[:, None] & known[None, :], other=0.0)
-            fn_next = tl.load(weights + following, mask=(m < M)[None, :] & known[:, None], other=0.0)
+            x_next = tl.load(at_x, mask=(t < T)[:, None] & (k < end)[None, :], other=0.0)
+            fn_next = tl.load(at_fn, mask=(m < M)[None, :] & (k < end)[:, None], other=0.0)
         wide = widened(x)
         square += tl.sum(wide * wide, 1)
         high, middle, low = in_parts(fn)
-        acc += dot(x, high, dot(x, middle, dot(x, low, zero)))
-        if UNITS > 1:  # noqa: SIM102 — this is decided while compiling, the next at run time
-            if following % UNIT == 0:  # a partial sum is complete
-                total += acc
-                squares += square
-                acc = zero
-                square = tl.zeros((BT,), dtype=tl.float32)
+        acc += dot(x, high, dot(x, middle, dot(x, low, tl.zeros((BT, WIDE), dtype=tl.float32))))
         x, fn = x_next, fn_next
-    if UNITS == 1:
-        total, squares = acc, square
-    total = tl.where((m == M)[None, :], squares[:, None], total)
-    tl.store(PART + (part * T + t)[:, None] * WIDE + m[None, :], total, mask=(t < T)[:, None] & (m <= M)[None, :])
+    acc = tl.where((m == M)[None, :], square[:, None], acc)
+    tl.store(PART + (part * T + t)[:, None] * WIDE + m[None, :], acc, mask=(t < T)[:, None] & (m <= M)[None, :])
 
 
 @triton.jit
-def _sum_parts(
-    PART, T, t, column, mask, WIDE: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, WAYS: tl.constexpr
-):
-    """[BT, columns] of all partial sums: two and two, where the projection did not, then all pairs at once."""
-    i = tl.arange(0, WAYS)[None, :, None]
-    at = PART + t[:, None, None] * WIDE + column[None, None, :]
-    if PAIRS:
-        sums = tl.load(at + 2 * i * T * WIDE, mask=mask[:, None, :] & (2 * i < PARTS), other=0.0)
-        sums += tl.load(at + (2 * i + 1) * T * WIDE, mask=mask[:, None, :] & (2 * i + 1 < PARTS), other=0.0)
-    else:
-        sums = tl.load(at + i * T * WIDE, mask=mask[:, None, :] & (i < PARTS), other=0.0)
-    return tl.sum(sums, 1)
+def _sum_parts(PART, T, t, column, mask, WIDE: tl.constexpr, PARTS: tl.constexpr, WAYS: tl.constexpr):
+    """[BT, columns] of all partial sums, all parts at once."""
+    part = tl.arange(0, WAYS)[None, :, None]
+    at = (part * T + t[:, None, None]) * WIDE + column[None, None, :]
+    return tl.sum(tl.load(PART + at, mask=mask[:, None, :] & (part < PARTS), other=0.0), 1)
 
 
 @triton.jit
@@ -103,8 +85,7 @@ def _sigmoid(x):
 @triton.jit(do_not_specialize=["T"])
 def _mixes(
     PART, BASE, SCALE, PRE, POST, COMB, T, rms_eps, hc_eps, K: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, WAYS: tl.constexpr, ITERS: tl.constexpr,
-    BT: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, WAYS: tl.constexpr, ITERS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of ``BT`` tokens from the partial sums; comb is balanced to unit row and column sums."""
     M: tl.constexpr = C * (C + 2)
@@ -117,10 +98,10 @@ def _mixes(
         column, real = cell, cell < BC * BC
     else:
         column, real = cell // BC * C + cell % BC, (cell // BC < C) & (cell % BC < C)
-    square = tl.sum(_sum_parts(PART, T, t, M + tl.arange(0, 1), here[:, None], WIDE, PARTS, PAIRS, WAYS), 1)
-    pre = _sum_parts(PART, T, t, c, known, WIDE, PARTS, PAIRS, WAYS)
-    post = _sum_parts(PART, T, t, C + c, known, WIDE, PARTS, PAIRS, WAYS)
-    m = _sum_parts(PART, T, t, 2 * C + column, here[:, None] & real[None, :], WIDE, PARTS, PAIRS, WAYS)
+    square = tl.sum(_sum_parts(PART, T, t, M + tl.arange(0, 1), here[:, None], WIDE, PARTS, WAYS), 1)
+    pre = _sum_parts(PART, T, t, c, known, WIDE, PARTS, WAYS)
+    post = _sum_parts(PART, T, t, C + c, known, WIDE, PARTS, WAYS)
+    m = _sum_parts(PART, T, t, 2 * C + column, here[:, None] & real[None, :], WIDE, PARTS, WAYS)
     rms = (1.0 / tl.sqrt_rn(square / K + rms_eps))[:, None]
     base = tl.load(BASE + c, mask=c < C, other=0.0)[None, :]
     tl.store(PRE + t[:, None] * C + c[None, :], _sigmoid(pre * rms * tl.load(SCALE) + base) + hc_eps, mask=known)
@@ -144,6 +125,19 @@ def mhc_mixes(
     num: Numerics, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, rms_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(pre [T, C], post [T, C], comb [T, C, C]) f32 of one sublayer."""
+    return _mix(X, fn, base, scale, rms_eps, hc_eps, iters, _PARTS[X.shape[0] > _MANY])
+
+
+def mhc_mixes_invariant(
+    num: Numerics, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, rms_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``mhc_mixes`` over the same partial sums for any number of tokens."""
+    return _mix(X, fn, base, scale, rms_eps, hc_eps, iters, _PARTS[0])
+
+
+def _mix(
+    X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, hc_eps: float, iters: int, each: int
+) -> tuple[Tensor, Tensor, Tensor]:
     X, fn, base, scale = contiguous(X), contiguous(fn), contiguous(base), contiguous(scale)
     T, C, H = X.shape
     M, K = C * (C + 2), C * H
@@ -152,17 +146,16 @@ def mhc_mixes(
         raise ValueError(f"streams {tuple(X.shape)}, weights {shapes} {fn.dtype}")
     if X.dtype is not bfloat16:
         raise TypeError(f"streams are bfloat16, got {X.dtype}")
-    units, each, wide = blocks(K, _UNIT), 2 if T > _MANY else 1, max(16, power_of_two(M + 1))
-    parts = blocks(units, each)
+    parts, wide = blocks(K, each), max(16, power_of_two(M + 1))
     partial = empty((parts, T, wide), dtype=float32, device=X.device)
-    sizes = dict(M=M, K=K, WIDE=wide, UNIT=_UNIT, UNITS=each, BT=_TOKENS, BK=_STEP)
+    sizes = dict(M=M, K=K, WIDE=wide, EACH=each, BT=_TOKENS, BK=_STEP)
     launch(_project, (blocks(T, _TOKENS), parts), X, fn, partial, T, warps=_WARPS, stages=1, **sizes)
     pre, post = (empty((T, C), dtype=float32, device=X.device) for _ in range(2))
     comb = empty((T, C, C), dtype=float32, device=X.device)
-    sizes = dict(K=K, C=C, BC=power_of_two(C), WIDE=wide, PARTS=parts, PAIRS=each == 1)
-    sizes |= dict(WAYS=power_of_two(blocks(units, 2)), ITERS=iters, BT=2)
+    ways = power_of_two(parts)
+    sizes = dict(K=K, C=C, BC=power_of_two(C), WIDE=wide, PARTS=parts, WAYS=ways, ITERS=iters, BT=4)
     arguments = (partial, base, scale, pre, post, comb, T, float(rms_eps), float(hc_eps))
-    launch(_mixes, (blocks(T, 2),), *arguments, warps=1, **sizes)
+    launch(_mixes, (blocks(T, 4),), *arguments, warps=1, **sizes)
     return pre, post, comb
 
 
