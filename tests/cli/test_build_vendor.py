@@ -117,12 +117,14 @@ def test_a_source_tree_is_built_into_the_cache_once_and_found_by_the_adapters(ma
         pytest.skip("needs setuptools to build a package")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (tmp_path / "kernels" / "vendor" / "deep_gemm" / ".site-killed.part").mkdir(parents=True)
     arguments = ["--vendor", "deep-gemm", "--source", str(tree(tmp_path / "tree")), *machine()]
     code, out, err = run(arguments, capsys)
     document = json.loads(out)
     assert code == 0, err
     assert [r["status"] for r in document["rows"] if r["part"] == "build"] == ["done"]
     site = tmp_path / "kernels" / "vendor" / "deep_gemm" / "site"
+    assert not (site.parent / ".site-killed.part").exists()
     assert document["folder"] == str(site) and (site / "deep_gemm" / "__init__.py").is_file()
     assert [p.name for p in site.parent.iterdir() if p.name not in (".lock", "site")] == []
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)

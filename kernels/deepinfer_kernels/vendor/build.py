@@ -290,6 +290,8 @@ def run(made: Plan) -> list[Done]:
     folder = made.target.parent
     done: list[Done] = []
     with cpp.locked(folder):
+        for left in folder.glob(".site-*.part"):  # of a build that was killed: the lock is ours
+            shutil.rmtree(left, ignore_errors=True)
         if made.built:
             return done
         part = Path(tempfile.mkdtemp(dir=folder, prefix=".site-", suffix=".part"))
