@@ -71,7 +71,7 @@ def _attended(
 ) -> Tensor:
     q, local, window, sink = (x.contiguous() for x in (q, local, window, sink))
     T, N, D = q.shape
-    if slots is None or entries is None or not slots.shape[1]:
+    if slots is None or entries is None or not slots.shape[1] or not entries.shape[0]:
         slots = entries = None
     _check(q, local, window, ring, slots, entries, sink)
     if not T:

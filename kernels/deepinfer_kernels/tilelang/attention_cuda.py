@@ -14,7 +14,13 @@ BK = 64
 #: keys of global records are decoded to their values over this
 _UNIT = 1024.0
 PASSES = {
-    name: {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True} for name in ("attend", "attend_wide")
+    "attend": {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True},
+    # what two groups use in turn is used at the same time, which the reuse of shared memory does not see
+    "attend_wide": {
+        "tl.enable_fast_math": True,
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_shared_memory_reuse": True,
+    },
 }
 
 
@@ -57,7 +63,6 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
             keep = T.alloc_fragment((HEADS,), "float32")
             total = T.alloc_fragment((HEADS,), "float32")
             fresh = T.alloc_fragment((HEADS,), "float32")
-            raw = T.alloc_local((8,), "uint32")
             values = T.alloc_local((32,), "bfloat16")
             tid = T.get_thread_binding()
 
@@ -96,14 +101,11 @@ def attend(*, N: int, D: int, HEADS: int, SPLIT: bool) -> Any:
                             slot = T.if_then_else(place < found, SLOT[t, T.min(place, found - 1)], T.int64(-1))
                             T.call_extern(
                                 "void",
-                                f"records::fetch_global<{D}>",
+                                f"records::global_chunk<{D}>",
                                 T.address_of(ENTRIES[0, 0]),
                                 T.cast(slot, "int32"),
                                 chunk,
-                                T.address_of(raw[0]),
-                            )
-                            T.call_extern(
-                                "void", "records::decode_global", T.address_of(raw[0]), T.address_of(values[0])
+                                T.address_of(values[0]),
                             )
                             if chunk == 0:
                                 hidden[row] = T.if_then_else(slot < 0, -T.infinity("float32"), 0.0)
@@ -244,14 +246,15 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                 at[r] = T.cast(SLOT[t, tile * BK + (first + r) * 8 + lane], "int32")
 
     @T.macro
-    def fetch(ENTRIES, at, r, chunk, raw):
+    def send(ENTRIES, at, r, chunk, mine, scales):
         T.call_extern(
             "void",
-            f"records::fetch_global<{D}>",
+            f"records::send<{D}>",
             T.address_of(ENTRIES[0, 0]),
             at[r],
             chunk,
-            T.address_of(raw[r * 5]),
+            mine[0] + r * 4096,
+            T.address_of(scales[r]),
         )
 
     @T.macro
@@ -285,6 +288,8 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             tops = T.alloc_shared((2, HEADS), "float32")
             keeps = T.alloc_shared((2, HEADS), "float32")
             totals = T.alloc_shared((2, HEADS), "float32")
+            # of every thread that makes keys, the codes of its four records of the next tile
+            staged = T.alloc_shared((ROWS * 256 * 16,), "uint8")
             queried = T.alloc_barrier(arrive_count=256)
             asked = T.alloc_barrier(arrive_count=256)
             ready = T.alloc_barrier(arrive_count=[256, 256])
@@ -306,13 +311,16 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             total1 = T.alloc_fragment((HEADS,), "float32")
             fresh0 = T.alloc_fragment((HEADS,), "float32")
             fresh1 = T.alloc_fragment((HEADS,), "float32")
-            raw = T.alloc_local((ROWS * 5,), "uint32")
+            scales = T.alloc_local((ROWS,), "uint32")
+            mine = T.alloc_local((1,), "int32")
             at = T.alloc_local((ROWS,), "int32")
             later = T.alloc_local((ROWS,), "int32")
+            gone = T.alloc_local((ROWS,), "int32")
             s = T.alloc_local((1,), "int32")
             unit = T.alloc_local((1,), "float32")
             older = T.alloc_local((ROWS * 9,), "uint32")
             place = T.alloc_local((4,), "int32")
+            after = T.alloc_local((4,), "int32")
             before = T.alloc_local((1,), "int32")
             values = T.alloc_local((32,), "bfloat16")
             tid = T.get_thread_binding()
@@ -328,6 +336,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                 lane = tid % 8
                 first = (tid - 256) // 128 * ROWS
                 chunk = tid % 128 // 8
+                mine[0] = T.call_extern("int32", "records::shared_place", T.address_of(staged[0]), tid - 256)
                 for job in T.serial(jobs):
                     at_job(block + job * blocks, groups, tiles, each, place)
                     t, hb, part, count = place[0], place[1], place[2], place[3]
@@ -341,6 +350,24 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                             8,
                         )
                     T.cp_async_barrier_noinc(queried)
+                    if job + 1 < jobs:  # what the next job begins with, into the second-level cache
+                        at_job(block + (job + 1) * blocks, groups, tiles, each, after)
+                        T.call_extern(
+                            "void",
+                            "records::prefetch",
+                            T.address_of(Q[0, 0, 0]),
+                            after[0] * N + after[1] * HEADS,
+                            D * 2,
+                            T.min(HEADS, N - after[1] * HEADS),
+                            tid - 256,
+                        )
+                        T.call_extern(
+                            "void", "records::prefetch", T.address_of(WINDOW[0, 0]), after[0], W * 8, 1, tid - 256
+                        )
+                        if found > 0:
+                            T.call_extern(
+                                "void", "records::prefetch", T.address_of(SLOT[0, 0]), after[0], found * 8, 1, tid - 256
+                            )
                     first_global = T.max(0, T.min(count, windows - part * each))
                     for n in T.serial(first_global):
                         s[0] = n % 2
@@ -382,29 +409,40 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         T.barrier_arrive(ready[s[0]])
                     # the records of a tile are on their way while the one before is decoded, its slots before that
                     tile = part * each + first_global - windows
-                    slots_of(SLOT, t, tile, first, lane, found, at)
+                    slots_of(SLOT, t, T.if_then_else(first_global < count, tile, tiles), first, lane, found, at)
+                    # what was sent for behind the last tile of the job before is not to come after this
+                    T.call_extern("void", "records::arrived")
                     for r in T.unroll(ROWS):
-                        fetch(ENTRIES, at, r, chunk, raw)
+                        send(ENTRIES, at, r, chunk, mine, scales)
+                        gone[r] = at[r]
                     slots_of(SLOT, t, T.if_then_else(first_global + 1 < count, tile + 1, tiles), first, lane, found, at)
                     for m in T.serial(T.ceildiv(count, 2) * 2 - first_global):
                         n = first_global + m
                         s[0] = n % 2
                         slots_of(SLOT, t, T.if_then_else(n + 2 < count, tile + m + 2, tiles), first, lane, found, later)
+                        T.call_extern("void", "records::arrived")
                         T.barrier_wait(free[s[0]], (before[0] + n // 2 & 1) ^ 1)
                         for r in T.unroll(ROWS):
                             T.call_extern(
-                                "void", "records::decode_global", T.address_of(raw[r * 5]), T.address_of(values[0])
+                                "void",
+                                "records::receive",
+                                mine[0] + r * 4096,
+                                T.address_of(scales[r]),
+                                gone[r],
+                                T.address_of(values[0]),
                             )
+                            send(ENTRIES, at, r, chunk, mine, scales)
+                            put(keys, values, s, (first + r) * 8 + lane, chunk)
                             if chunk == 0:
                                 hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
-                                    raw[r * 5 + 4] >= T.uint32(0x10000), -T.infinity("float32"), 0.0
+                                    gone[r] < 0, -T.infinity("float32"), 0.0
                                 )
-                            fetch(ENTRIES, at, r, chunk, raw)
-                            put(keys, values, s, (first + r) * 8 + lane, chunk)
                         for r in T.unroll(ROWS):
+                            gone[r] = at[r]
                             at[r] = later[r]
                         T.barrier_arrive(ready[s[0]])
                     before[0] += T.ceildiv(count, 2)
+                T.call_extern("void", "records::arrived")
             elif tid < 128:
                 T.set_max_nreg(192, 1)
                 for job in T.serial(jobs):

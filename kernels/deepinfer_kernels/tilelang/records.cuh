@@ -50,35 +50,62 @@ __device__ __forceinline__ void e2m1x8(unsigned codes, unsigned scale, unsigned*
   }
 }
 
-// codes (16 bytes) and scales (2 bytes) of columns 32c..32c+31 of a global record; zeros and bit 16 for a hidden one
-template <int D>
-__device__ __forceinline__ void fetch_global(const unsigned char* entries, int slot, int c, unsigned* raw) {
-  if (slot >= 0) {
-    const unsigned char* record = entries + static_cast<long long>(slot) * (D / 2 + D / 16);
-    if constexpr (D % 256 == 0) {  // records of whole 16 bytes
-      const uint4 codes = load16(record + 16 * c);
-      raw[0] = codes.x, raw[1] = codes.y, raw[2] = codes.z, raw[3] = codes.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) raw[i] = __ldg(reinterpret_cast<const unsigned*>(record + 16 * c) + i);
-    }
-    raw[4] = __ldg(reinterpret_cast<const unsigned short*>(record + D / 2 + 2 * c));
-  } else {
-    raw[0] = raw[1] = raw[2] = raw[3] = 0;
-    raw[4] = 0x10000;
-  }
+// some rows of a matrix into the second-level cache, 128 bytes at a time by each of 256 threads
+__device__ __forceinline__ void prefetch(const void* matrix, int row, int row_bytes, int rows, int thread) {
+  const char* from = static_cast<const char*>(matrix) + static_cast<long long>(row) * row_bytes;
+  for (int i = thread * 128; i < rows * row_bytes; i += 256 * 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
 }
 
-// the values times 2^-10
-__device__ __forceinline__ void decode_global(const unsigned* raw, void* values) {
+// values of 16 bytes of codes and 2 of scales times 2^-10, zeros of a hidden slot
+__device__ __forceinline__ void e2m1x32(uint4 codes, unsigned scales, int slot, void* values) {
   unsigned* out = static_cast<unsigned*>(values);
-  const float2 scale = floats(e4m3x2(static_cast<unsigned short>(raw[4])));
+  const float2 scale = floats(e4m3x2(static_cast<unsigned short>(slot < 0 ? 0 : scales)));
   const unsigned low = bf16x2(scale.x * 0x1p116f, scale.x * 0x1p116f);
   const unsigned high = bf16x2(scale.y * 0x1p116f, scale.y * 0x1p116f);
-  e2m1x8(raw[0], low, out);
-  e2m1x8(raw[1], low, out + 4);
-  e2m1x8(raw[2], high, out + 8);
-  e2m1x8(raw[3], high, out + 12);
+  e2m1x8(codes.x, low, out);
+  e2m1x8(codes.y, low, out + 4);
+  e2m1x8(codes.z, high, out + 8);
+  e2m1x8(codes.w, high, out + 12);
+}
+
+// columns 32c..32c+31 of a global record; of the first one, but zeros, for a hidden slot
+template <int D>
+__device__ __forceinline__ void global_chunk(const unsigned char* entries, int slot, int c, void* values) {
+  const unsigned char* record = entries + static_cast<long long>(max(slot, 0)) * (D / 2 + D / 16);
+  uint4 codes;
+  if constexpr (D % 256 == 0) {  // records of whole 16 bytes
+    codes = load16(record + 16 * c);
+  } else {
+    const unsigned* words = reinterpret_cast<const unsigned*>(record + 16 * c);
+    codes = make_uint4(__ldg(words), __ldg(words + 1), __ldg(words + 2), __ldg(words + 3));
+  }
+  e2m1x32(codes, __ldg(reinterpret_cast<const unsigned short*>(record + D / 2 + 2 * c)), slot, values);
+}
+
+// The same in two steps: a thread sends for its codes, to a place in shared memory that no other thread uses, and its
+// scales; later it waits for them. A load of codes into registers would be moved to where they are used. The scales
+// lie behind the codes, so the 256 bytes around these bring most of them near.
+__device__ __forceinline__ int shared_place(const void* staged, int thread) {
+  return static_cast<int>(__cvta_generic_to_shared(staged)) + 16 * thread;
+}
+
+template <int D>
+__device__ __forceinline__ void send(const unsigned char* entries, int slot, int c, int place, unsigned* scales) {
+  const unsigned char* record = entries + static_cast<long long>(max(slot, 0)) * (D / 2 + D / 16);
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(place), "l"(record + 16 * c) : "memory");
+  unsigned short both;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(both) : "l"(record + D / 2 + 2 * c));
+  *scales = both;
+}
+
+__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void receive(int place, const unsigned* scales, int slot, void* values) {
+  uint4 codes;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w) : "r"(place) : "memory");
+  e2m1x32(codes, *scales, slot, values);
 }
 
 // codes (32 bytes) and scale of columns 32c..32c+31 of a window place that is in the ring (below −1); else zeros
