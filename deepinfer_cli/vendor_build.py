@@ -63,7 +63,7 @@ def build_vendor(
             hint=first.fix,
         )
     failed = next((d for d in done if d.status == "failed"), None)
-    if failed is not None and failed.step.what in ("clone", "submodules"):
+    if failed is not None and failed.step.what in ("clone", "fetch", "submodules"):
         raise NotReadyError(
             f"{name} was not fetched: {failed.detail}", hint="fetch it elsewhere and name it in --source"
         )

@@ -134,6 +134,43 @@ def test_a_source_tree_is_built_into_the_cache_once_and_found_by_the_adapters(ma
     assert [r["status"] for r in again["rows"] if r["part"] == "build"] == ["cached"]
 
 
+def test_a_build_of_another_tree_platform_or_torch_is_not_taken_for_this_one(machine, capsys, tmp_path, monkeypatch):
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("needs setuptools to build a package")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    source = tree(tmp_path / "tree")
+    arguments = ["--vendor", "deep_gemm", "--source", str(source), *machine()]
+
+    def status(more: list[str]) -> str:
+        code, out, err = run([*arguments, *more], capsys)
+        assert code == 0, err
+        return json.loads(out)["rows"][-1]["status"]
+
+    assert [status([]), status(["--dry-run"])] == ["done", "cached"]
+    (source / "deep_gemm" / "__init__.py").write_text("bf16_gemm_nt = repr\n")
+    assert status([]) == "done"
+    site = tmp_path / "kernels" / "vendor" / "deep_gemm" / "site"
+    assert "repr" in (site / "deep_gemm" / "__init__.py").read_text()
+    assert sorted(p.name for p in site.parent.iterdir()) == [".lock", "site"]
+    with monkeypatch.context() as patch:
+        patch.setattr(build.importlib.metadata, "version", lambda name: "99.0")
+        assert status(["--dry-run"]) == "planned"
+    named = {
+        platform: build.plan("flash_mla", tmp_path, platform=platform).made_of for platform in ("sm90", "sm100", None)
+    }
+    assert len(set(named.values())) == 3
+
+
+def test_a_clone_without_the_pinned_state_is_fetched_again(machine, capsys, tmp_path):
+    arguments = machine()
+    (tmp_path / "kernels" / "vendor" / "deep_gemm" / "source" / ".git").mkdir(parents=True)
+    _, out, _ = run(["--vendor", "deep_gemm", "--dry-run", *arguments], capsys)
+    assert next(r["part"] for r in json.loads(out)["rows"] if r["part"] != "need") == "fetch"
+    machine.tool("git", "commit")
+    _, out, _ = run(["--vendor", "deep_gemm", "--dry-run", *arguments], capsys)
+    assert next(r["part"] for r in json.loads(out)["rows"] if r["part"] != "need") == "check out"
+
+
 def test_a_failing_build_leaves_nothing_and_ends_with_the_reason(machine, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     source = tree(tmp_path / "tree", "raise SystemExit('error: no kernel image for this machine')\n")

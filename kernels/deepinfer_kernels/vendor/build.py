@@ -7,8 +7,10 @@ placeholder names of a package index, and nothing of the environment is changed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -25,6 +27,8 @@ from typing import Literal
 from deepinfer_kernels import cpp
 from deepinfer_kernels.vendor.libraries import LIBRARIES, Library, site
 
+#: file in a library's folder that says what it was made of
+_MADE_OF = ".made-of.json"
 #: FlashMLA with all its instantiations takes the longest
 _SECONDS = 3600
 
@@ -54,12 +58,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one library gets into ``target``. ``note``: what the state that would be built does not have."""
+    """How one library gets into ``target``. ``made_of``: what a build depends on, kept beside it; ``note``: what the
+    state that would be built does not have."""
 
     library: str
     target: Path
     needs: tuple[Need, ...]
     steps: tuple[Step, ...]
+    made_of: tuple[tuple[str, str], ...]
     note: str | None = None
 
     @property
@@ -68,7 +74,12 @@ class Plan:
 
     @property
     def built(self) -> bool:
-        return (self.target / self.library).is_dir()
+        """Whether the cache has what would be built, not one of another state, platform, torch or Python."""
+        try:
+            known = json.loads((self.target / _MADE_OF).read_text())
+        except (OSError, ValueError):
+            return False
+        return known == dict(self.made_of) and (self.target / self.library).is_dir()
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,8 @@ class SourceError(Exception):
     """A source tree that was given is not one of the library, or not complete."""
 
 
+#: endings of what is compiled or installed of a tree
+_SOURCES = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc", ".inl", ".toml")
 #: files that prove a source tree, and the submodule folders a build reads
 _TREES = {
     "deep_gemm": (("setup.py", "deep_gemm/__init__.py"), ("third-party/cutlass/include", "third-party/fmt/include")),
@@ -115,7 +128,33 @@ def plan(name: str, cache: Path, *, source: Path | None = None, platform: str | 
             steps += _fetch(library, library.commit, tree)
     wanted = str(tree) if tree is not None else str(library.distribution)
     steps.append(_install(library, wanted, target, platform))
-    return Plan(name, target, tuple(needs), tuple(steps), _note(library, source, platform))
+    made_of = _made_of(library, source, steps[-1])
+    return Plan(name, target, tuple(needs), tuple(steps), made_of, _note(library, source, platform))
+
+
+def _made_of(library: Library, source: Path | None, install: Step) -> tuple[tuple[str, str], ...]:
+    """What makes another library of the same name: its state, its variables, and what it is compiled against."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return (
+        ("state", str(library.commit or library.distribution) if source is None else _digest(source)),
+        ("variables", " ".join(f"{name}={value}" for name, value in install.variables if name != "CPATH")),
+        ("torch", torch),
+        ("python", f"{sys.version_info.major}.{sys.version_info.minor}"),
+    )
+
+
+def _digest(tree: Path) -> str:
+    """Digest of a source tree by the names, sizes and times of its sources, without what builds leave in it."""
+    found = []
+    for folder, inner, files in os.walk(tree):
+        inner[:] = sorted(d for d in inner if not d.startswith(".") and d not in ("build", "dist"))
+        for path in (Path(folder, file) for file in sorted(files) if file.endswith(_SOURCES)):
+            state = path.lstat()
+            found.append(f"{path.relative_to(tree)} {state.st_size} {state.st_mtime_ns}")
+    return f"{tree.resolve()} {hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:16]}"
 
 
 def _check_tree(name: str, source: Path) -> None:
@@ -132,7 +171,11 @@ def _check_tree(name: str, source: Path) -> None:
 
 def _fetch(library: Library, commit: str, tree: Path) -> list[Step]:
     git = ("git", "-C", str(tree))
-    steps = [] if (tree / ".git").exists() else [Step("clone", ("git", "clone", library.repository, str(tree)))]
+    steps = []
+    if not (tree / ".git").exists():
+        steps.append(Step("clone", ("git", "clone", library.repository, str(tree))))
+    elif _version([*git, "cat-file", "-t", commit], r"(commit)") is None:  # cloned before this state, or not to the end
+        steps.append(Step("fetch", (*git, "fetch", "--quiet", "origin", commit)))
     return [
         *steps,
         Step("check out", (*git, "checkout", "--quiet", commit)),
@@ -295,6 +338,7 @@ def run(made: Plan) -> list[Done]:
         if made.built:
             return done
         part = Path(tempfile.mkdtemp(dir=folder, prefix=".site-", suffix=".part"))
+        older = part.with_name(f"{part.stem}-older.part")
         try:
             for step in made.steps:
                 argv = tuple(str(part) if word == str(made.target) else word for word in step.argv)
@@ -304,11 +348,15 @@ def run(made: Plan) -> list[Done]:
             if not (part / made.library).is_dir():
                 detail = f"what was installed has no package {made.library}"
                 return [*done[:-1], Done(done[-1].step, "failed", done[-1].seconds, detail)]
+            (part / _MADE_OF).write_text(json.dumps(dict(made.made_of)))
             part.chmod(0o755)
+            if made.target.exists():
+                made.target.replace(older)
             part.replace(made.target)
             (folder / "build.log").unlink(missing_ok=True)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            for left in (part, older):
+                shutil.rmtree(left, ignore_errors=True)
     return done
 
 
