@@ -50,7 +50,7 @@ def build_vendor(
         try:
             done = build.run(plan)
         except cpp.CompilerError as exc:
-            raise NotReadyError(str(exc), hint="set kernels.cache_dir to a writable folder") from None
+            raise NotReadyError(str(exc), hint=exc.hint) from None
     _deliver(plan, done, dry_run, format, out)
     if plan.built:
         return

@@ -98,6 +98,8 @@ def command(
     if vendor is not None:
         from deepinfer_cli.vendor_build import build_vendor
 
+        if ops is not None:
+            raise UsageError("--ops with --vendor: a library is built as a whole", hint="leave --ops out")
         build_vendor(vendor, cache, source=source, target=target, dry_run=dry_run, format=format, out=out)
         return
     if source is not None:
@@ -112,7 +114,7 @@ def command(
         else:
             tools, rows = _for_gpu(str(target), ops, model, chosen, cache, dry_run)
     except cpp.CompilerError as exc:
-        raise NotReadyError(str(exc), hint="install one (apt install g++), or name it in CXX") from None
+        raise NotReadyError(str(exc), hint=exc.hint) from None
     if format is OutputFormat.json:
         content = {"target": str(target), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
         objects = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]

@@ -28,7 +28,11 @@ _SECONDS = 300
 
 
 class CompilerError(Exception):
-    """There is no C++ compiler that answers, or the folder of libraries cannot be written."""
+    """There is no compiler that answers, or the folder of libraries cannot be written; ``hint``: the next step."""
+
+    def __init__(self, message: str, hint: str = "install one (apt install g++), or name it in CXX"):
+        super().__init__(message)
+        self.hint = hint
 
 
 def default_cache() -> Path:
@@ -148,7 +152,10 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:
-        raise CompilerError(f"the folder of libraries {folder} cannot be written: {exc.strerror}") from exc
+        raise CompilerError(
+            f"the folder of libraries {folder} cannot be written: {exc.strerror}",
+            "set kernels.cache_dir to a writable folder",
+        ) from exc
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

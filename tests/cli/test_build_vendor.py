@@ -209,6 +209,7 @@ def test_trees_that_are_not_the_library_are_refused(machine, capsys, tmp_path):
         (["--vendor", "deepgem"], "no library named 'deepgem'"),
         (["--vendor", "deep_gemm", "--target", "cpu"], "built for sm90 and sm100"),
         (["--vendor", "deep_gemm", "--source", "absent"], "no such folder"),
+        (["--vendor", "deep_gemm", "--ops", "linear"], "built as a whole"),
         (["--target", "cpu", "--source", "."], "none is named"),
         ([], "neither --target nor --vendor is given"),
     ],

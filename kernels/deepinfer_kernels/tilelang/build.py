@@ -56,7 +56,7 @@ def toolchain() -> str:
             raise FileNotFoundError("nvcc")
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as exc:
-        raise cpp.CompilerError(f"nvcc --version failed: {exc}") from None
+        raise cpp.CompilerError(f"nvcc --version failed: {exc}", "name a CUDA toolkit in CUDA_HOME") from None
     match = re.search(r"V(\d+\.\d+\.\d+)", text)
     return f"tilelang {families.RELEASE}, nvcc {match[1] if match else 'of unknown version'}"
 
