@@ -85,6 +85,18 @@ def embed_streams(ops: Any, ids: Tensor, table: Tensor, streams: int) -> tuple[T
     return x.unsqueeze(1).expand(-1, streams, -1).contiguous(), pre
 
 
+#: operation → what it is made of here
+PARTS: dict[str, tuple[str, ...]] = {
+    "window_rows": ("rms_norm", "rope", "pack_rows", "unpack_rows"),
+    "mhc_collapse_norm": ("mhc_collapse", "rms_norm"),
+    "store_entries": ("rms_norm", "rope", "pack_rows", "store_rows"),
+    "store_pairs": ("store_rows",),
+    "pool_cached": ("pool_pairs",),
+    "dispatch_rows": ("dispatch_permute",),
+    "engram_lookup": ("dequantise_table",),
+    "embed_streams": ("embed",),
+}
+
 #: what this module computes, by operation
 OPERATIONS: dict[str, Callable] = {
     f.__name__: f

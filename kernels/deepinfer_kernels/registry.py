@@ -196,8 +196,9 @@ def resolve(
     """Choose an implementation of every operation for one numerics mode and platform.
 
     ``backend`` other than auto is forced on every operation that has one of that name, ``backends`` (op → backend)
-    wins over it and auto there lifts it. ``batch_invariant`` admits only implementations that are. ``cache`` is the
-    folder of compiled kernels. Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
+    wins over it and auto there lifts it. A name for a part of a fused operation takes that apart, unless it has a name
+    of its own. ``batch_invariant`` admits only implementations that are. ``cache`` is the folder of compiled kernels.
+    Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
     """
     named = dict(backends or {})
     unknown = set(named) - set(OPS)
@@ -205,7 +206,10 @@ def resolve(
         raise KeyError(f"unknown operations {sorted(unknown)}; known: {', '.join(sorted(OPS))}")
     chosen = {}
     for name in OPS:
-        candidates = _candidates(name, named.get(name), backend)
+        wanted = named.get(name)
+        if wanted is None and any(named.get(part, "auto") != "auto" for part in parts.PARTS.get(name, ())):
+            wanted = "parts"
+        candidates = _candidates(name, wanted, backend)
         reasons = []
         for implementation in candidates:
             reason = why_not(implementation, mode, platform, batch_invariant=batch_invariant, cache=cache)

@@ -60,5 +60,37 @@ def test_parts_are_computed_as_chosen():
     assert not after(ops, "window_rows")[0].any()
 
 
+class Watched:
+    """The namespace of chosen operations, with a note of those asked for."""
+
+    def __init__(self, ops: Ops):
+        self.ops, self.asked = ops, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
+        return getattr(self.ops, name)
+
+
+@pytest.mark.parametrize("name", sorted(parts.OPERATIONS))
+def test_the_parts_of_an_operation_are_those_listed(name: str):
+    watched = Watched(resolve("fast", "cpu", backend="reference"))
+    parts.OPERATIONS[name](watched, *arguments()[name])
+    assert watched.asked == set(parts.PARTS[name])
+
+
+def test_a_part_that_is_named_is_not_hidden_in_a_fused_operation():
+    for platform in ("cpu", "sm90"):
+        for whole, made_of in parts.PARTS.items():
+            for part in made_of:
+                chosen = resolve("fast", platform, {part: "reference"}, backend="reference").chosen
+                assert (chosen[whole].backend, chosen[part].backend) == ("parts", "reference")
+                assert (
+                    resolve("fast", platform, {part: "reference", whole: "reference"}).chosen[whole].fn
+                    is not (parts.OPERATIONS[whole])
+                )
+                lifted = resolve("fast", platform, {part: "auto"}, backend="reference").chosen
+                assert lifted[whole].backend == "reference"
+
+
 def _parts(name: str) -> Any:
     return next(i for i in IMPLEMENTATIONS[name] if i.backend == "parts")
