@@ -129,6 +129,7 @@ def _vendor(adapter: vendor.Adapter) -> Implementation:
         adapter.batch_invariant,
         auto=False,
         tolerance=adapter.tolerance,
+        copies=adapter.copies,
     )
 
 

@@ -52,7 +52,8 @@ class Implementation:
     ``batch_invariant``: an output row has the same bits whatever else is in the call. ``auto``: may be chosen without
     being named. ``tolerance``: where it differs from the operation's. ``bound``, given the function and the kernel
     cache, is how the function reads its compiled kernels from there. ``composed``: the function is made of other
-    operations and takes the namespace of those chosen in place of the numerics.
+    operations and takes the namespace of those chosen in place of the numerics. ``copies``: it computes with copies of
+    its weights, so that what is written into them after its first call is not seen.
     """
 
     op: str
@@ -66,3 +67,4 @@ class Implementation:
     tolerance: Tolerance | None = None
     bound: Callable[[Callable[..., Any], Path], Callable[..., Any]] | None = None
     composed: bool = False
+    copies: bool = False

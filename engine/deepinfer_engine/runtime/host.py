@@ -60,6 +60,7 @@ def host_runner(
     """Load the share of this process and ``make`` its runner; and how fast each shard was read."""
     ops = resolve_ops(profile)
     check_programs(profile, checkpoint, ops)
+    check_moves(profile, ops)
     drafts = profile.spec.verify != "off"
     loaded = load_model(
         checkpoint,
@@ -128,6 +129,17 @@ def check_programs(profile: Profile, checkpoint: Checkpoint, ops: Ops) -> None:
         raise NotReadyError(
             f"{len(missing)} kernels of TileLang are not built for the sizes of this model, first {missing[0]}",
             hint=f"deepinfer build-kernels --target {ops.platform} --model PATH --profile NAME, those that are served",
+        )
+
+
+def check_moves(profile: Profile, ops: Ops) -> None:
+    """Raise UsageError where experts are to move under a backend that would not see it: answers would be wrong."""
+    experts = ops.chosen["moe_experts"]
+    if profile.ranks > 1 and profile.eplb.period_steps and experts.copies:
+        raise UsageError(
+            f"{experts.backend} computes moe_experts with copies of the weights, and eplb.period_steps "
+            f"{profile.eplb.period_steps} moves experts between slots",
+            hint="set eplb.period_steps to 0, or leave moe_experts out of kernels.overrides",
         )
 
 

@@ -32,7 +32,8 @@ class Adapter:
     """One operation through a library: ``form`` is the adapter's function, ``needs`` the functions that it calls.
 
     ``tolerance``: against the reference under the same numerics. ``verified``: platforms on which it was compared
-    with the reference; elsewhere only its layouts are checked, by tests on the CPU.
+    with the reference; elsewhere only its layouts are checked, by tests on the CPU. ``copies``: it keeps its weights
+    converted, see ``operands.kept``.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Adapter:
     tolerance: Tolerance
     verified: frozenset[str] = frozenset()
     batch_invariant: bool = False
+    copies: bool = False
 
     def missing(self, cache: Path | None = None) -> str | None:
         """What is absent here, in one sentence with the next step; None when it can run."""
@@ -81,8 +83,9 @@ ADAPTERS: tuple[Adapter, ...] = (
     Adapter(
         "shared_expert", "deep_gemm", "shared_expert_quantised", ("fp8_fp4_gemm_nt",), _BLACKWELL, _REFERENCE, _BF16
     ),
-    Adapter("moe_experts", "deep_gemm", "moe_experts", _GROUPED, _GPUS, _FAST, _BF16, _HOPPER),
-    Adapter("moe_experts", "deep_gemm", "moe_experts_quantised", _GROUPED_MX, _BLACKWELL, _REFERENCE, _BF16),
+    Adapter("moe_experts", "deep_gemm", "moe_experts", _GROUPED, _GPUS, _FAST, _BF16, _HOPPER, copies=True),
+    Adapter("moe_experts", "deep_gemm", "moe_experts_quantised", _GROUPED_MX, _BLACKWELL, _REFERENCE, _BF16,
+            copies=True),
     Adapter("index_scores", "deep_gemm", "index_scores_fp8", ("fp8_fp4_mqa_logits",), _HOPPER, _FAST, _BF16, _HOPPER),
     Adapter("index_scores", "deep_gemm", "index_scores", ("fp8_fp4_mqa_logits",), _BLACKWELL, _FAST, _BF16),
     Adapter("mhc_mixes", "deep_gemm", "mhc_mixes", ("tf32_hc_prenorm_gemm",), _GPUS, _FAST, _TF32, _HOPPER),
