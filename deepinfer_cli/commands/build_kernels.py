@@ -39,13 +39,13 @@ def command(
         str | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the kernels of these operations.")
     ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             metavar="NAME|PATH",
-            help="GPU kernels are for its shapes: deepseek-v4.1-flash, nano, a model folder or a config.json.",
+            help="GPU kernels are for its shapes: nano (default), deepseek-v4.1-flash, a folder or a config.json.",
         ),
-    ] = "nano",
+    ] = None,
     vendor: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +95,10 @@ def command(
     chosen = load_profile(profile, set_ or ()).profile
     named = chosen.kernels.cache_dir
     cache = cpp.default_cache() if named is None else Path(named)
+    if model is not None and (vendor is not None or target is Target.cpu):
+        what = f"--vendor {vendor}" if vendor is not None else "--target cpu"
+        raise UsageError(f"--model with {what}, whose kernels are for any shapes", hint="leave --model out")
+    model = model or "nano"
     if vendor is not None:
         from deepinfer_cli.vendor_build import build_vendor
 

@@ -16,6 +16,7 @@ from deepinfer_engine.eplb import native
 from deepinfer_kernels import cpp
 from deepinfer_kernels.cpu.binary import source
 from deepinfer_kernels.cpu.families import FAMILIES
+from deepinfer_kernels.triton import families as triton
 
 TEXTS = Path(__file__).parent / "texts"
 
@@ -47,6 +48,11 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+def needs_triton() -> None:
+    if (reason := triton.unusable()) is not None:
+        pytest.skip(f"needs another triton: {reason}")
+
+
 def test_help_is_the_kept_one(capsys, monkeypatch):
     """``COLUMNS=100 python -m deepinfer_cli build-kernels --help`` writes it anew."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -56,7 +62,7 @@ def test_help_is_the_kept_one(capsys, monkeypatch):
 
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
 def test_gpu_kernels_are_built_without_a_gpu_and_found_again(capsys, cache, tmp_path, target):
-    pytest.importorskip("triton", reason="needs triton: pip install 'deepinfer-cli[cuda]'")
+    needs_triton()
     arguments = ["--target", target, "--ops", "rms_norm,mhc_collapse", "--format", "json", *cache]
     dry = json.loads(run([*arguments, "--dry-run"], capsys)[1])
     assert {r["status"] for r in dry["rows"]} == {"missing"} and not (tmp_path / "kernels").exists()
@@ -76,7 +82,7 @@ def test_gpu_kernels_are_built_without_a_gpu_and_found_again(capsys, cache, tmp_
 
 
 def test_every_gpu_kernel_of_the_release_is_known_without_compiling(capsys, cache):
-    pytest.importorskip("triton", reason="needs triton: pip install 'deepinfer-cli[cuda]'")
+    needs_triton()
     arguments = ["--target", "sm100", "--model", "deepseek-v4.1-flash", "--dry-run", "--format", "json", *cache]
     code, out, _ = run([*arguments, "--profile", "decode-ep64"], capsys)
     from deepinfer_kernels.triton.families import FAMILIES
@@ -177,3 +183,9 @@ def test_concurrent_builds_wait_for_each_other(compiler, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(cpp.build, [source("norm")], found, tmp_path) for _ in range(2)]
         assert sorted(r.result()[0].status for r in runs) == ["built", "cached"]
+
+
+def test_a_model_is_refused_where_kernels_are_for_any_shapes(capsys: pytest.CaptureFixture[str]):
+    for other in (["--target", "cpu"], ["--vendor", "deep_gemm"]):
+        assert cli.main(["build-kernels", "--model", "nano", "--dry-run", *other]) == 2
+        assert f"--model with {' '.join(other)}" in capsys.readouterr().err

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from deepinfer_engine.config.schema import Profile
+from deepinfer_kernels.ops import OPS
 
 #: Most copies of one expert; the planner's integer scores are scaled by lcm(1..16).
 MAX_REPLICAS = 16
@@ -223,11 +225,17 @@ def _kernels(p: Profile) -> list[tuple[str, str]]:
     legal = _BACKENDS[p.hardware.platform]
     wants = {"kernels.backend": p.kernels.backend}
     wants |= {f"kernels.overrides.{op}": backend for op, backend in p.kernels.overrides.items()}
-    return [
+    bad = [
         (key, f"{key} is {backend}, which does not run on platform {p.hardware.platform}; use {', '.join(legal)}")
         for key, backend in wants.items()
         if backend not in legal
     ]
+    for op in p.kernels.overrides:
+        if op not in OPS:
+            near = difflib.get_close_matches(op, OPS, 1)
+            hint = f"; did you mean {near[0]}" if near else f"; known are {', '.join(OPS)}"
+            bad.append((f"kernels.overrides.{op}", f"kernels.overrides.{op}: there is no operation {op}{hint}"))
+    return bad
 
 
 def backend_runs_on(backend: str, platform: str) -> bool:

@@ -34,8 +34,6 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
     except KernelError as exc:
         fix = "use the platform the kernels are for, or drop the override of that operation"
         return [failed("operations", str(exc), fix)]
-    except KeyError as exc:
-        return [failed("operations", f"kernels.overrides: {exc.args[0]}", "correct the name of the operation")]
     by_backend: dict[str, list[str]] = defaultdict(list)
     for op, implementation in chosen.items():
         by_backend[implementation.backend].append(op)

@@ -29,6 +29,7 @@ BATCH_DEPENDENT = {
 FASTER: dict[str, frozenset[str]] = {
     "attend_cached": frozenset({"sm90"}),
     "index_scores": frozenset({"sm90"}),
+    "moe_experts": frozenset({"sm90"}),
 }
 
 #: the release that kernels are written for; the library of its run time is loaded into ours

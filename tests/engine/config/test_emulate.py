@@ -53,11 +53,11 @@ def test_wide_decode_on_a_laptop_keeps_64_ranks_and_says_what_it_replaced():
 
 
 def test_kernel_choices_of_an_absent_platform_become_auto():
-    sets = ["kernels.backend=triton", "kernels.overrides.rmsnorm=flash_mla", "kernels.overrides.rope=reference"]
+    sets = ["kernels.backend=triton", "kernels.overrides.rms_norm=flash_mla", "kernels.overrides.rope=reference"]
     used, replaced = emulate(load_profile("decode-ep8", sets).profile, LAPTOP, NANO)
     assert used.kernels.backend == "auto"
-    assert used.kernels.overrides == {"rmsnorm": "auto", "rope": "reference"}
-    assert {"kernels.backend", "kernels.overrides.rmsnorm"} <= {r.key for r in replaced}
+    assert used.kernels.overrides == {"rms_norm": "auto", "rope": "reference"}
+    assert {"kernels.backend", "kernels.overrides.rms_norm"} <= {r.key for r in replaced}
 
 
 def test_emulation_is_pure_and_idempotent():

@@ -83,7 +83,7 @@ def test_set_is_typed_like_a_file_and_has_its_own_origin():
         "sched.overlap=true",
         "numerics.mode=float",
         "hardware.hbm_gib=0x60",
-        "kernels.overrides.rmsnorm=triton",
+        "kernels.overrides.rms_norm=triton",
         "spec.confidence_temperatures=[1.0, 1.1, 1, 1, 1]",
         'cache.tenant="1e5"',
         "network.interface=null",
@@ -93,7 +93,7 @@ def test_set_is_typed_like_a_file_and_has_its_own_origin():
     assert p.sched.overlap is True
     assert p.numerics.mode == "float"
     assert p.hardware.hbm_gib == 96.0
-    assert p.kernels.overrides == {"rmsnorm": "triton"}
+    assert p.kernels.overrides == {"rms_norm": "triton"}
     assert p.spec.confidence_temperatures == (1.0, 1.1, 1.0, 1.0, 1.0)
     assert p.cache.tenant == "1e5"
     assert all(loaded.origins[text.split("=")[0]] == "--set" for text in sets)

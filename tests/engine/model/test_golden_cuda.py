@@ -48,7 +48,7 @@ def build_triton(directory: Path, cache: Path) -> None:
 
     sizes = kernel_shapes(load_model_config(directory), load_profile("cpu-nano").profile)
     made = build.build(build.kernels(shapes.launches(sizes, invariant=False)), "sm90", cache)
-    assert {b.status for b in made} == {"built"}, [b for b in made if b.status != "built"][:3]
+    assert {b.status for b in made} <= {"built", "cached"}, [b for b in made if b.path is None][:3]  # same kernel twice
 
 
 @pytest.mark.gpu
