@@ -5,6 +5,7 @@ queries are divided over programs by key tiles, whose parts a second kernel join
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
