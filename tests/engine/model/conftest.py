@@ -23,7 +23,7 @@ from deepinfer_engine.model.load import load_model
 from deepinfer_engine.runtime.batch import RowInput, build_batch
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
-from deepinfer_kernels.registry import resolve
+from deepinfer_kernels.registry import Ops, resolve
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors" / "v41-tiny-a"
 SLOT, BLOCKS = 1, range(1, 9)
@@ -51,14 +51,15 @@ class Rig:
     device: str = "cpu"
     backend: str = "auto"
     cache: Path | None = None
+    ops: Ops | None = None  # None: as resolved from the four above
     seen: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checkpoint = Checkpoint.open(self.directory)
         self.config = self.checkpoint.config
-        self.ops = resolve(
-            self.numerics, "cpu" if self.device == "cpu" else "sm90", backend=self.backend, cache=self.cache
-        )
+        if self.ops is None:
+            platform = "cpu" if self.device == "cpu" else "sm90"
+            self.ops = resolve(self.numerics, platform, backend=self.backend, cache=self.cache)
         profile = load_profile("cpu-nano").profile
         parallel = profile.parallel.model_copy(update={"ep": self.ep, "redundant_experts_per_rank": self.redundant})
         profile = profile.model_copy(update={"parallel": parallel})
