@@ -47,11 +47,17 @@ EVALUATION_SEED = 9000  # of the held-out tasks that published scores are about
 
 
 class Log:
-    """JSON lines in a file and on stderr."""
+    """JSON lines in a file, open inside a ``with`` block, and on stderr."""
 
     def __init__(self, path: Path):
         self._file = path.open("w", encoding="utf-8")
         self.start = time.monotonic()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
 
     def __call__(self, event: str, **values: Any) -> None:
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -295,10 +301,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run; returns what result.json holds (empty in all processes but the first)."""
     args.out.mkdir(parents=True, exist_ok=True)
     recipe = yaml.safe_load(args.recipe.read_text(encoding="utf-8"))
-    train = recipe["train"] | {k: yaml.safe_load(v) for k, v in (pair.split("=", 1) for pair in args.set)}
-    recipe["train"] = train
+    recipe["train"] |= {k: yaml.safe_load(v) for k, v in (pair.split("=", 1) for pair in args.set)}
     rank_hint = int(os.environ.get("LOCAL_RANK", "0"))
-    log = Log(args.out / ("log.jsonl" if rank_hint == 0 else f"log-{rank_hint}.jsonl"))
+    with Log(args.out / ("log.jsonl" if rank_hint == 0 else f"log-{rank_hint}.jsonl")) as log:
+        return logged_run(args, recipe, log, rank_hint)
+
+
+def logged_run(args: argparse.Namespace, recipe: dict[str, Any], log: Log, rank_hint: int) -> dict[str, Any]:
+    """The run of a recipe with the command line's values in it."""
+    train = recipe["train"]
     shared = Value("d", 0.0)
     # the writers start before the device does: a forked process must not inherit it
     stream = loader(Rows(args.data, train, train["seed"] + 17 * rank_hint, shared), args.workers)

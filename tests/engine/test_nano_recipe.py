@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -392,6 +393,7 @@ def trained(small: tuple[Path, Path, ModelConfig], out: Path, *more: str) -> tup
     options = {"--data": folder, "--out": out, "--recipe": recipe, "--report-every": 3, "--workers": 0}
     options |= {"--device": "cpu", "--compile": "off", "--eval-every": 1e9}
     result = train.run(train.arguments([str(v) for pair in options.items() for v in pair] + list(more)))
+    gc.collect()  # what was left open is told of here
     return result, [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -399,6 +401,7 @@ def losses(log: list[dict[str, Any]]) -> list[float]:
     return [line["loss"] for line in log if line["event"] == "step"]
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")  # no open file
 def test_recipe_generates_trains_resumes_averages_exports_and_reloads(
     small: tuple[Path, Path, ModelConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
