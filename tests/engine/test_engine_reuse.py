@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from deepinfer_engine.cache.tiers import Tiers
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine
 from deepinfer_engine.errors import ProfileError
-from deepinfer_engine.runtime.lane import ThreadLane
+from deepinfer_engine.runtime.lane import InlineLane, Lane, ThreadLane
+from deepinfer_engine.runtime.stopwatch import Stopwatch
 from deepinfer_engine.types import Completion, Request, SamplingParams
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "vectors" / "v41-tiny-a" / "checkpoint"
@@ -35,10 +38,10 @@ WINDOWS = {**PREFIX, "cache.swa_pool_gib_per_rank": "0.01"}
 REPLAY = {**PREFIX, "replay.encoder": "bounded"}
 
 
-def open_engine(**changes: str) -> Engine:
+def open_engine(lane: Lane | None = None, **changes: str) -> Engine:
     chosen = {**BASE, **changes}
     profile = load_profile("cpu-nano", [f"{key}={value}" for key, value in chosen.items()]).profile
-    return Engine.open(profile, CHECKPOINT, device="cpu", lane=ThreadLane())
+    return Engine.open(profile, CHECKPOINT, device="cpu", lane=lane or ThreadLane())
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -312,6 +315,51 @@ def test_a_forward_waits_for_the_section_of_a_source_only_when_it_comes_to_its_l
         assert reused(again) == (256, 16) and again.usage.preemptions == 0 and drawn(again) == expected
         assert engine.scheduler.reuse.stats.fetch_late == 0 and len(layers) > 1
         assert order[:4] == [("read", layers[0]), ("ask", layers[0]), ("ask", layers[1]), ("read", layers[1])]
+
+
+class Clock:
+    """Milliseconds that pass only where a test says so."""
+
+    now = 0.0
+
+    def passing(self, ms: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, which takes ``ms``."""
+
+        def run(*args: Any, **named: Any) -> Any:
+            self.now += ms
+            return call(*args, **named)
+
+        return run
+
+    def stopwatch(self) -> Stopwatch:
+        return Stopwatch(lambda: self.now, lambda begin, end: end - begin)
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_only_the_time_of_a_step_itself_is_learnt_from(overlap, tmp_path, monkeypatch):
+    """A forward takes 10 ms, a wait for a section in it 500 ms, masks and results on the host 70 ms each."""
+    changes = {**REPLAY, "cache.store.backend": "segment", "cache.store.path": str(tmp_path / "kv"),
+               "sched.overlap": overlap, "cache.store.fetch_deadline_ms": "5000"}  # fmt: skip
+    with open_engine(**changes) as engine:
+        ask(engine, prompt(390))
+    with open_engine(InlineLane(beside=True), **changes) as engine:  # one thread: nothing else moves the clock
+        clock, learnt = Clock(), []
+        runner, scheduler = engine.runner, engine.scheduler
+        arrival, observe = scheduler.reuse._arrival, scheduler.reuse.observe
+        monkeypatch.setattr(
+            scheduler.reuse,
+            "_arrival",
+            lambda *a: replace(m := arrival(*a), arrival=replace(m.arrival, take=clock.passing(500, m.arrival.take))),
+        )
+        monkeypatch.setattr(runner, "stopwatch", clock.stopwatch)
+        monkeypatch.setattr(runner.model, "forward", clock.passing(10, runner.model.forward))
+        monkeypatch.setattr(engine, "_masks", clock.passing(70, engine._masks))
+        monkeypatch.setattr(engine, "_post", clock.passing(70, engine._post))
+        monkeypatch.setattr(scheduler.reuse, "observe", lambda rows, s: learnt.append((rows, s)) or observe(rows, s))
+        assert reused(ask(engine, prompt(390))) == (256, 16)
+        assert clock.now > 500 * len(tiers_of(engine).sources), "the forward did wait"
+        assert len(learnt) == 12 and {seconds for _, seconds in learnt} == {0.01}
+        assert list(engine.times.run_ms) == [10.0] * 12
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,17 @@ from deepinfer_engine.runtime.expert_watch import ExpertWatch
 from deepinfer_engine.runtime.lane import Lane
 from deepinfer_engine.runtime.move_site import MoveSite
 from deepinfer_engine.runtime.speculate import Record, RowMap, Speculation
+from deepinfer_engine.runtime.stopwatch import Stopwatch, stopwatch_of
 from deepinfer_engine.sample.sampler import Draws, Sampler
 from deepinfer_engine.spec.calibrate import regime_of
-from deepinfer_engine.types import Move, PlannedRow, Sequence, StepPlan, TokenLogprob
+from deepinfer_engine.types import Arrival, Move, PlannedRow, Sequence, StepPlan, TokenLogprob
 
 
 @dataclass(frozen=True)
 class StepOutput:
     """Drawn ids of every sampled row (negative where one failed), their log-probabilities where wanted, drafts it
-    verified and accepted, tokens per expert int64 [L, E], host time of building and time from launch to the drawn ids
-    in ms, payloads of exports, and blocks whose content was awaited and did not come."""
+    verified and accepted, tokens per expert int64 [L, E], host time of building and time of the step itself in ms
+    (``Stopwatch``), payloads of exports, and blocks whose content was awaited and did not come."""
 
     tokens: dict[int, list[int]]
     logprobs: dict[int, list[TokenLogprob]]
@@ -67,6 +69,7 @@ class Flight:
     first: dict[int, int]
     batch: Batch | None
     build_ms: float
+    stopwatch: Stopwatch
     drawn_rows: dict[int, int] = field(default_factory=dict)
     record: Record | None = None
     logits: Tensor | None = None
@@ -75,8 +78,6 @@ class Flight:
     home: Draws | None = None
     ready: Any = None
     launched: list[Future[None]] = field(default_factory=list)
-    started_s: float = 0.0
-    run_ms: float = 0.0
     moved: list[tuple[Move, bytes]] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
 
@@ -111,6 +112,8 @@ class Runner:
         self.mesh = mesh
         self.device = device
         self.lane = lane
+        #: a new one for every step
+        self.stopwatch: Callable[[], Stopwatch] = partial(stopwatch_of, device)
         self.sampler = Sampler(ops, model.config.vocab_size, device)
         #: what may be asked of every process between two steps, by name; runs on the lane
         self.commands: dict[str, Callable[[Any], Any]] = {}
@@ -172,16 +175,15 @@ class Runner:
         batch = build_batch(rows, self.kv.layout, ngram=ngram, device=self.device, budget=plan.budget) if rows else None
         past_cut, tokens = (False, first) if joint is None else (joint.past_cut, joint.tokens)
         where = self._pairs(late) if late else None
-        flight = Flight(plan, sampled, firsts, batch, (time.perf_counter() - began) * 1000)
+        flight = Flight(plan, sampled, firsts, batch, (time.perf_counter() - began) * 1000, self.stopwatch())
 
         def work() -> None:
-            flight.started_s = time.perf_counter()
             if where is not None:
                 assert batch is not None and previous is not None and previous.draws is not None
                 _fill(batch, where, previous.draws.ids)
             if self.speculation is not None and batch is not None:
                 self.speculation.place(batch, self.kv.layout, self.ops)
-            flight.moved += self._move(plan.before)
+            flight.moved += self._move(plan.before, flight.stopwatch)
             if batch is None:
                 out = self.model.idle(self.ops, self.mesh, past_cut=past_cut)
             else:
@@ -192,9 +194,9 @@ class Runner:
                 self.watch.add(out.load_LE, tokens, self.mesh.table.epoch)
             if self.speculation is not None and batch is not None:
                 self.speculation.see(batch, out.taps, self.kv, self.ops)
-            flight.moved += self._move(plan.after)
+            flight.moved += self._move(plan.after, flight.stopwatch)
 
-        flight.launched.append(self.lane.launch(work))
+        self._launch(flight, work)
         return flight
 
     def sample(self, flight: Flight, sequences: Mapping[int, Sequence], masks: Mapping[int, np.ndarray]) -> None:
@@ -216,9 +218,19 @@ class Runner:
                 assert flight.logits is not None
                 draw(flight.logits)
             flight.logits = None
-            self._send_home(flight)
 
-        flight.launched.append(self.lane.launch(work))
+        self._launch(flight, work, last=True)
+
+    def _launch(self, flight: Flight, work: Callable[[], None], *, last: bool = False) -> None:
+        """Launch a part of a step; what the ``last`` one drew goes to the host."""
+
+        def part() -> None:
+            with flight.stopwatch.part():
+                work()
+            if last:
+                self._send_home(flight)
+
+        flight.launched.append(self.lane.launch(part))
 
     def _drawing(
         self, flight: Flight, live: list[PlannedRow], seqs: list[Sequence], masks: Mapping[int, np.ndarray]
@@ -294,7 +306,6 @@ class Runner:
             launched.result()
         if flight.ready is not None:
             flight.ready.synchronize()
-            flight.run_ms = (time.perf_counter() - flight.started_s) * 1000
         assert flight.load_LE is not None
         if flight.record is not None:
             return self._read_record(flight, flight.record)
@@ -304,7 +315,7 @@ class Runner:
             tokens = {uid: [token] for uid, token in zip(flight.drawn_rows, home.ids.tolist(), strict=True)}
             logprobs = {uid: [found] for uid, found in _logprobs(home, list(flight.drawn_rows)).items()}
         return StepOutput(
-            tokens, logprobs, flight.load_LE, flight.build_ms, flight.run_ms, flight.moved, lost=flight.lost
+            tokens, logprobs, flight.load_LE, flight.build_ms, flight.stopwatch.ms(), flight.moved, lost=flight.lost
         )
 
     def _read_record(self, flight: Flight, record: Record) -> StepOutput:
@@ -319,7 +330,7 @@ class Runner:
             _record_logprobs(record, rows, tokens),
             flight.load_LE,
             flight.build_ms,
-            flight.run_ms,
+            flight.stopwatch.ms(),
             flight.moved,
             lost=flight.lost,
             verified=dict(zip(rows, record.verified.tolist(), strict=True)),
@@ -332,8 +343,8 @@ class Runner:
         self.lane.launch(lambda: out.append(self.commands[name](body))).result()
         return out
 
-    def _move(self, moves: tuple[Move, ...]) -> list[tuple[Move, bytes]]:
-        """Copy KV into and out of the cache; payloads of the exports."""
+    def _move(self, moves: tuple[Move, ...], stopwatch: Stopwatch) -> list[tuple[Move, bytes]]:
+        """Copy KV into and out of the cache; payloads of the exports. ``stopwatch`` sees waits for an arrival."""
         out: list[tuple[Move, bytes]] = []
         for move in moves:
             if move.kind == "import_block":
@@ -341,7 +352,7 @@ class Runner:
                 self.kv.import_blocks(torch.tensor([move.at], device=self.device), payload.to(self.device))
             elif move.kind == "import_arrival":
                 assert move.arrival is not None
-                self.kv.expect(move.arrival)
+                self.kv.expect(_watched(move.arrival, stopwatch))
             elif move.kind == "import_window":
                 rows = torch.frombuffer(bytearray(move.data), dtype=torch.uint8)
                 shape = (len(self.kept), -1, self.kv.layout.window_row_bytes)
@@ -358,7 +369,6 @@ class Runner:
         """Copy the draws to the host; on a device without waiting, ``ready`` tells when they are there."""
         if not self.device.startswith("cuda"):
             flight.home = flight.draws
-            flight.run_ms = (time.perf_counter() - flight.started_s) * 1000
             return
         if flight.draws is not None:
             parts = (flight.draws.ids, flight.draws.wanted, flight.draws.logprob)
@@ -380,6 +390,16 @@ def _fill(batch: Batch, where: tuple[Tensor, Tensor], drawn: Tensor) -> None:
     ids = drawn.index_select(0, source).clamp(min=0)
     batch.ids_T.index_copy_(0, at, ids)
     batch.lag_ids_TN[:, 0].index_copy_(0, at, ids)
+
+
+def _watched(arrival: Arrival, stopwatch: Stopwatch) -> Arrival:
+    """The same arrival, whose waits ``stopwatch`` sees."""
+
+    def take(index: int) -> list[bytes | None]:
+        with stopwatch.wait():
+            return arrival.take(index)
+
+    return replace(arrival, take=take)
 
 
 def _pinned(value: Tensor) -> Tensor:
