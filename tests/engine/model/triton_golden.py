@@ -12,7 +12,7 @@ import torch
 
 from deepinfer_kernels import registry
 from deepinfer_kernels.reference.numerics import NUMERICS
-from deepinfer_kernels.triton import families, launch
+from deepinfer_kernels.triton import launch
 
 #: the form of rejection that draws from two distributions; drafts attend by ``attend_cached``
 IN_TORCH = {"accept_rejection", "attend"}
