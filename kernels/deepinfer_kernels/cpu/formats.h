@@ -60,11 +60,16 @@ INLINE U16 e2m1_encode(F16 x) {
 }
 
 INLINE F16 e2m1_value(U16 code) {
+#if defined(__AVX512F__)
+    const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    return (F16)_mm512_permutexvar_ps((__m512i)code, values);
+#else
     U16 c = code & 7u;
     // 0 and 0.5, then two mantissa steps per power of two: the bits of 1, 1.5, 2, 3, 4, 6
     F16 v = (F16)(((c >> 1) + 126u) << 23 | (c & 1u) << 22);
     v = pick((I16)(c < 2u), to_float((I16)c) * 0.5f, v);
     return (F16)((U16)v | ((code & 8u) << 28));
+#endif
 }
 
 // The greatest magnitude, NaN if there is one: magnitudes are ordered like their bits, NaN above infinity.
@@ -85,15 +90,26 @@ INLINE float greatest(const F16* v, int n) {
 // Sixteen codes of four bits to eight bytes, even index low; and back.
 INLINE void pack_nibbles(U16 code, uint8_t* out) {
     B16 b = (B16)to_u8(code);
+#if defined(__SSE2__)
+    const __m128i odd = _mm_srli_epi16((__m128i)b, 4), both = _mm_or_si128((__m128i)b, odd);
+    _mm_storel_epi64((__m128i*)out, _mm_packus_epi16(_mm_and_si128(both, _mm_set1_epi16(255)), both));
+#else
     for (int i = 0; i < 8; i++) out[i] = b[2 * i] | (b[2 * i + 1] << 4);
+#endif
 }
 INLINE U16 unpack_nibbles(const uint8_t* in) {
+#if defined(__SSE2__)
+    const __m128i low = _mm_set1_epi8(15), bytes = _mm_loadl_epi64((const __m128i*)in);
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+    return from_u8((B16)_mm_unpacklo_epi8(_mm_and_si128(bytes, low), odd));
+#else
     uint8_t code[16];
     for (int i = 0; i < 8; i++) {
         code[2 * i] = in[i] & 15;
         code[2 * i + 1] = in[i] >> 4;
     }
     return from_u8(load<B16>(code));
+#endif
 }
 
 // Records of one row: window = E4M3 per 32 with E8M0, global = E2M1 per 16 with E4M3, index = E2M1 per 32 with E8M0.

@@ -21,7 +21,7 @@ typedef uint8_t B16 __attribute__((vector_size(16)));
 INLINE U16 from_u16(H16 h) { return from_u16((__m256i)h); }
 INLINE U16 from_u8(B16 b) { return from_u8((__m128i)b); }
 #else
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 typedef float F16 __attribute__((vector_size(64)));
@@ -37,10 +37,17 @@ typedef uint32_t U16 __attribute__((vector_size(64)));
 
 INLINE I16 to_int(F16 x) { return __builtin_convertvector(x, I16); }
 INLINE F16 to_float(I16 x) { return __builtin_convertvector(x, F16); }
+#if defined(__AVX512F__)  // one instruction each; of the general form the compiler makes up to seventy
+INLINE U16 from_u16(H16 h) { return (U16)_mm512_cvtepu16_epi32((__m256i)h); }
+INLINE U16 from_u8(B16 b) { return (U16)_mm512_cvtepu8_epi32((__m128i)b); }
+INLINE H16 to_u16(U16 v) { return (H16)_mm512_cvtepi32_epi16((__m512i)v); }
+INLINE B16 to_u8(U16 v) { return (B16)_mm512_cvtepi32_epi8((__m512i)v); }
+#else
 INLINE U16 from_u16(H16 h) { return __builtin_convertvector(h, U16); }
 INLINE U16 from_u8(B16 b) { return __builtin_convertvector(b, U16); }
 INLINE H16 to_u16(U16 v) { return __builtin_convertvector(v, H16); }
 INLINE B16 to_u8(U16 v) { return __builtin_convertvector(v, B16); }
+#endif
 
 INLINE F16 fma16(F16 a, F16 b, F16 c) {
 #if defined(__AVX512F__)
@@ -52,11 +59,19 @@ INLINE F16 fma16(F16 a, F16 b, F16 c) {
 
 // Lanes folded by halves: i + (i + 8), then 4, 2, 1.
 INLINE float sum16(F16 v) {
+#if defined(__AVX512F__)
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1));
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
     float a[16];
     std::memcpy(a, &v, sizeof a);
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) a[i] += a[i + half];
     return a[0];
+#endif
 }
 #endif
 
@@ -76,8 +91,13 @@ template <class V, class T> INLINE V load_some(const T* p, int64_t n) {
 INLINE F16 splat(float x) { return F16{} + x; }
 INLINE F16 pick(I16 where, F16 yes, F16 no) { return (F16)(((I16)yes & where) | ((I16)no & ~where)); }
 // b where either is NaN: a value that shall stay NaN is the second
+#if defined(__AVX512F__)
+INLINE F16 larger(F16 a, F16 b) { return (F16)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE F16 smaller(F16 a, F16 b) { return (F16)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE F16 larger(F16 a, F16 b) { return pick(a > b, a, b); }
 INLINE F16 smaller(F16 a, F16 b) { return pick(a < b, a, b); }
+#endif
 INLINE F16 magnitude(F16 a) { return (F16)((U16)a & 0x7fffffffu); }
 
 // bf16 is the upper half of an f32.
@@ -105,12 +125,17 @@ INLINE void store_bf16(uint16_t* p, F16 x, int64_t n) {
     std::memcpy(p, &h, 2 * (n < 16 ? n : 16));
 }
 
+// The largest lane; NaN if all are.
 INLINE float max16(F16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float a[16], m;
     std::memcpy(a, &v, sizeof a);
     m = a[0];
     for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
     return m;
+#endif
 }
 
 #ifndef HALF_LANES
