@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deepinfer_cli import options, render
+from deepinfer_cli.interrupts import terminable
 from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import CheckFailed, UsageError
 
@@ -178,6 +179,7 @@ def bench(
     """Put and get speed of a store beside plain unbuffered I/O of the same size and depth.
 
     fresh writes go to preallocated space as a log's do, rewrites over written space. Medians of the rounds in MiB/s.
+    All of it happens in a folder .deepinfer-kv-* inside DIR, which is removed again; what a killed run left goes too.
 
     \b
     Examples:
@@ -190,7 +192,7 @@ def bench(
     options.accept(format, *_FORMATS, verb="kv bench")
     if backend not in ("segment", "posix"):
         raise UsageError(f"backend is {backend!r}, expected segment or posix")
-    with render.progress("rounds", quiet=quiet) as step:
+    with terminable(), render.progress("rounds", quiet=quiet) as step:
         speeds = measure_store(path, backend, depth=depth, rounds=rounds, blocks=blocks, progress=step)
     names = ("fresh", "rewrite", "put", "read", "get")
     rows: list[tuple[render.Cell, ...]] = []

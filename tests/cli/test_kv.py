@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -113,6 +116,26 @@ def test_bench_measures_both_sides_and_leaves_nothing(backend, tmp_path, capsys)
     names = [row["what"] for row in json.loads(out)["rows"]]
     assert names[:5] == ["fresh", "rewrite", "put", "read", "get"] and "ratio get / read" in names
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_nothing(number, tmp_path):
+    command = [sys.executable, "-m", "deepinfer_cli", "kv", "bench", "--path", tmp_path, "--rounds", "1000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".deepinfer-kv-*/plain-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["nowhere", "file"])
+def test_a_bench_needs_a_folder(what, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    code, out, err = run(["kv", "bench", "--path", tmp_path / what], capsys)
+    assert (code, out) == (2, "") and "is not a folder" in err
 
 
 @pytest.mark.bench

@@ -11,18 +11,19 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepinfer_engine.cache.store.direct import Buffers, open_direct, write_all
 from deepinfer_engine.cache.store.interface import StoreOptions, open_store
+from deepinfer_engine.cache.store.scratch import scratch_folder
 from deepinfer_engine.cache.tiers import Payload
-from deepinfer_engine.errors import NotReadyError
+from deepinfer_engine.errors import NotReadyError, UsageError
 
 #: 112 KiB, the published size of a block
 BLOCK_BYTES = 112 * 1024
@@ -58,13 +59,16 @@ def measure_store(
     blocks: int = 512,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Speeds:
-    """Speeds in a temporary folder inside ``folder``, which is removed again.
+    """Speeds in a temporary folder inside ``folder``, which is removed again; so are those that killed runs left.
 
-    Raises ``NotReadyError`` when the folder cannot be written or a block does not come back.
+    Raises ``UsageError`` when ``folder`` is none, ``NotReadyError`` when it cannot be written or a block does not come
+    back.
     """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: is not a folder", hint="give a folder on the disk to measure")
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".deepinfer-kv-") as name:
-            return _measure(Path(name), backend, depth, rounds, blocks, progress)
+        with scratch_folder(folder, ".deepinfer-kv-") as base:
+            return _measure(base, backend, depth, rounds, blocks, progress)
     except OSError as exc:
         raise NotReadyError(f"{folder}: cannot measure: {exc.strerror}") from None
 
@@ -104,7 +108,6 @@ def _measure(
                 items = list(range(turn * blocks, (turn + 1) * blocks))
                 order = rng.sample(items, blocks)
                 fd, direct = open_direct(base / f"plain-{turn}", os.O_RDWR | os.O_CREAT)
-                os.posix_fallocate(fd, 0, blocks * BLOCK_BYTES)
 
                 def read(i: int, fd: int = fd) -> None:
                     os.preadv(fd, [buffers.get(BLOCK_BYTES)], i % blocks * BLOCK_BYTES)
@@ -113,12 +116,15 @@ def _measure(
                 lanes = max(1, depth // 2)
                 batch = depth // lanes
                 batches = [range(i, min(i + batch, items[-1] + 1)) for i in items[::batch]]
-                seconds["fresh"].append(_timed(pool, depth, write, items))
-                seconds["put"].append(_timed(pool, lanes, put, batches))
-                seconds["read"].append(_timed(pool, depth, read, order))
-                seconds["get"].append(_timed(pool, depth, get, order))
-                seconds["rewrite"].append(_timed(pool, depth, write, items))
-                os.close(fd)
+                try:
+                    os.posix_fallocate(fd, 0, blocks * BLOCK_BYTES)
+                    seconds["fresh"].append(_timed(pool, depth, write, items))
+                    seconds["put"].append(_timed(pool, lanes, put, batches))
+                    seconds["read"].append(_timed(pool, depth, read, order))
+                    seconds["get"].append(_timed(pool, depth, get, order))
+                    seconds["rewrite"].append(_timed(pool, depth, write, items))
+                finally:
+                    os.close(fd)
                 (base / f"plain-{turn}").unlink()
                 progress(turn + 1, rounds)
     finally:
@@ -129,10 +135,20 @@ def _measure(
 
 
 def _timed(pool: ThreadPoolExecutor, depth: int, act: Callable[[Any], None], items: Sequence[Any]) -> float:
+    stop = threading.Event()
+
     def lane(first: int) -> None:
         for i in items[first::depth]:
+            if stop.is_set():
+                return
             act(i)
 
     begin = time.perf_counter()
-    list(pool.map(lane, range(depth)))
+    lanes = [pool.submit(lane, first) for first in range(depth)]
+    try:
+        for done in as_completed(lanes):
+            done.result()
+    finally:
+        stop.set()  # after a failure or an interrupt nothing is begun
+        wait(lanes)
     return time.perf_counter() - begin
