@@ -58,11 +58,13 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
     from deepinfer_engine.offline.job import BatchRun
     from deepinfer_engine.offline.journal import Journal
     from deepinfer_engine.offline.prepare import Preparer
+    from deepinfer_engine.sample.grammar import require_library
     from deepinfer_engine.tokens.protocol import ChatCodec
 
     checkpoint = launch.checkpoint
     preparer = Preparer(ChatCodec(checkpoint.directory, checkpoint.config), checkpoint.config.bos_token_id)
-    _check_all(options.file, items, preparer)
+    if _check_all(options.file, items, preparer):
+        require_library()
     header = {
         "input_sha256": hashlib.sha256(options.file.read_bytes()).hexdigest(),
         "profile_digest": profile_digest,
@@ -118,24 +120,28 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
         quiet=options.quiet,
     )
     if tally.failed:
+        more = [f"  … and {tally.failed - len(tally.failures)} more"] if tally.failed > len(tally.failures) else []
+        told = [f"{tally.failed} of {tally.done} lines of {options.file} failed; their error is in {options.out}"]
         raise PartialFailure(
-            f"{tally.failed} of {tally.done} lines failed; their error is in {options.out}",
+            "\n".join([*told, *(f"  {line}" for line in tally.failures), *more]),
             hint=f"grep '\"error\": {{' {options.out}",
         )
 
 
-def _check_all(file: Path, items: list[Item], preparer: Preparer) -> None:
-    """Render every conversation once, so that a bad one is reported before the weights are read."""
+def _check_all(file: Path, items: list[Item], preparer: Preparer) -> bool:
+    """Render every conversation once, so that a bad one is reported before the weights are read; whether any line
+    restricts its answer."""
     from deepinfer_engine.offline.lines import bad_lines
 
-    problems = []
+    problems, restricted = [], False
     for item in items:
         try:
-            preparer.prepare(item)
+            restricted |= preparer.prepare(item).grammar is not None
         except UsageError as exc:
             problems.append(f"line {item.line}: {exc}")
     if problems:
         raise bad_lines(file, problems)
+    return restricted
 
 
 class _Meter:

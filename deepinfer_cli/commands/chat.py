@@ -164,7 +164,7 @@ class _Conversation:
             sampling = replace(sampling, seed=(sampling.seed + self._answers) % 2**64)
         try:
             self._engine.submit(Request("chat", prompt.token_ids, sampling))
-        except CapacityError as exc:
+        except (CapacityError, UsageError) as exc:
             render.error(exc.message, "/reset starts a new conversation")
             return
         self._answers += 1

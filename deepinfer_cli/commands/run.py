@@ -22,7 +22,7 @@ from deepinfer_cli.announce import (
 )
 from deepinfer_cli.options import OutputFormat
 from deepinfer_cli.rank_report import rank_report
-from deepinfer_engine.errors import PartialFailure, UsageError
+from deepinfer_engine.errors import ArtefactError, PartialFailure, UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.engine import DraftCounts, Engine
@@ -121,7 +121,7 @@ def command(
         raise UsageError("--unordered and --resume belong to a file of requests (.jsonl)")
     if record_experts is not None and out is not None and record_experts.resolve() == out.resolve():
         raise UsageError("--record-experts and --out name the same file")
-    grammar = _grammar(json_schema, regex, ebnf)
+    grammars = _grammar(json_schema, regex, ebnf)
     from deepinfer_engine.config.profile import load_profile
     from deepinfer_engine.runtime.threads import set_thread_defaults
     from deepinfer_engine.types import SamplingParams
@@ -175,6 +175,7 @@ def command(
     launch = crew.prepare(loaded.profile, model, healthy)
     launch_notes(launch, quiet=quiet)
     jobs = _render_all(prompts, launch, raw=raw, thinking=thinking, system=system)
+    _check_lengths(jobs, max_tokens, launch)
     with render.progress("loading", quiet=quiet) as advance:
         engine = Engine.open(
             launch.profile,
@@ -184,8 +185,10 @@ def command(
             record_experts=record_experts is not None,
             placement=launch.placement,
             world=crew.world(launch.profile),
+            grammars=grammars,
         )
     load_notes(engine, quiet=quiet)
+    grammar = next(iter(grammars.values()), None)
     live = format is OutputFormat.text and len(jobs) == 1 and out is None
     with engine:
         with experts_recorded(engine, record_experts, quiet=quiet):
@@ -200,10 +203,10 @@ def command(
     _summarise(results, balance, engine.drafts, quiet=quiet)
 
 
-def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> GrammarSpec | None:
-    """What the answers are restricted to, from at most one of the three options; checked before loading."""
+def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> dict[str, GrammarSpec]:
+    """What the answers are restricted to, from at most one of the three options, by its name in complaints."""
     if json_schema is None and regex is None and ebnf is None:
-        return None
+        return {}
     from deepinfer_engine.config.strict_json import read_json
     from deepinfer_engine.sample.grammar import checked_grammar, require_library
     from deepinfer_engine.types import GrammarSpec
@@ -212,9 +215,16 @@ def _grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> 
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other")
     require_library()
-    if json_schema is not None:
-        return checked_grammar(GrammarSpec("json_schema", json.dumps(read_json(json_schema), ensure_ascii=False)))
-    return checked_grammar(GrammarSpec("regex", regex) if regex is not None else GrammarSpec("ebnf", _read(str(ebnf))))
+    label = "--regex" if regex is not None else f"--{given[0]} {json_schema or ebnf}"
+    try:
+        if json_schema is not None:
+            spec = GrammarSpec("json_schema", json.dumps(read_json(json_schema), ensure_ascii=False))
+        else:
+            spec = GrammarSpec("regex", regex) if regex is not None else GrammarSpec("ebnf", _read(str(ebnf)))
+        return {label: checked_grammar(spec)}
+    except (ArtefactError, UsageError) as exc:
+        path = f"{json_schema or ebnf}: "  # what cannot be read is named already
+        raise UsageError(f"{label}: {exc.message.removeprefix(path)}", hint=exc.hint) from None
 
 
 @dataclass
@@ -313,6 +323,18 @@ def _render_all(prompts: list[str], launch: Launch, *, raw: bool, thinking: bool
         codec.render([*head, {"role": "user", "content": p}], thinking=thinking) for p in prompts
     ]
     return [_Job(p, r.token_ids, r.parser(), None) for p, r in zip(prompts, rendered, strict=True)]
+
+
+def _check_lengths(jobs: list[_Job], max_tokens: int, launch: Launch) -> None:
+    """Refuse a prompt that leaves no room for its answer, before weights are read."""
+    from deepinfer_engine.engine import limits_of
+
+    limits = limits_of(launch.profile, launch.checkpoint.config)
+    for change in launch.replaced:
+        if change.key == "sched.max_context_tokens":
+            limits = replace(limits, profile=f"{limits.profile}, which asks for {change.requested}: {change.reason}")
+    for i, job in enumerate(jobs):
+        limits.check("this request" if len(jobs) == 1 else f"prompt {i}", len(job.token_ids), max_tokens)
 
 
 def _answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -37,11 +37,22 @@ from deepinfer_engine.runtime.step_curve import planner_for
 from deepinfer_engine.sample.answer import AnswerTrack, ThinkMarks
 from deepinfer_engine.sample.grammar import GrammarService, GrammarState, checked_grammar, require_library, vocabulary
 from deepinfer_engine.sample.sampler import NON_FINITE, choice_seed, token_bits
-from deepinfer_engine.sched.scheduler import Drawn, Limits, Scheduler
+from deepinfer_engine.sched.limits import Limits
+from deepinfer_engine.sched.scheduler import Drawn, Scheduler
 from deepinfer_engine.spec.budget import survival
 from deepinfer_engine.spec.calibrate import regime_of
 from deepinfer_engine.tokens.tokenizer import Tokenizer
-from deepinfer_engine.types import Completion, Request, Sequence, StepPlan, Timing, TokenEvent, TokenLogprob, Usage
+from deepinfer_engine.types import (
+    Completion,
+    GrammarSpec,
+    Request,
+    Sequence,
+    StepPlan,
+    Timing,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
 
@@ -106,6 +117,7 @@ class Engine:
         scheduler: Scheduler,
         shards: tuple[ShardReport, ...],
         world: World | None = None,
+        grammars: GrammarService | None = None,
     ):
         self.profile = profile
         self.checkpoint = checkpoint
@@ -128,7 +140,7 @@ class Engine:
         self._rank_tokens = np.zeros(profile.parallel.dp, np.int64)
         self._rank_rows = np.zeros(profile.parallel.dp, np.int64)
         self._rebalancer = self._make_rebalancer()
-        self._grammars: GrammarService | None = None
+        self._grammars = grammars
         self._compiling: dict[int, Sequence] = {}
         # inside the reasoning a constrained answer may not end: it would have no constrained part
         self._thoughts = token_bits(self.config.vocab_size, None, (self.config.eos_token_id,))
@@ -146,6 +158,7 @@ class Engine:
         placement: Placement | None = None,
         world: World | None = None,
         lane: Lane | None = None,
+        grammars: Mapping[str, GrammarSpec] | None = None,
     ) -> Engine:
         """Validate and load a model under a profile (a name, a path or a loaded one) with ``sets`` overrides.
 
@@ -153,8 +166,9 @@ class Engine:
         ``deepinfer run`` does; with it, it is used as it stands. ``progress(done, total)`` counts loaded bytes.
         ``record_experts`` keeps every step's expert counts for ``expert_stats``. ``placement``: where experts
         live at start, if not where the profile says. ``world``: further processes that share the mesh; the engine
-        ends them when it closes. ``lane``: where steps are launched, if not where ``lane_for`` says.
-        Raises ``ProfileError`` (2), ``CheckpointError`` (4) or ``NotReadyError`` (3).
+        ends them when it closes. ``lane``: where steps are launched, if not where ``lane_for`` says. ``grammars``, by
+        the name that complaints give them, are compiled before weights are read.
+        Raises ``ProfileError`` (2), ``UsageError`` (2), ``CheckpointError`` (4) or ``NotReadyError`` (3).
         """
         if not isinstance(profile, Profile):
             profile = load_profile(profile, sets).profile
@@ -171,7 +185,7 @@ class Engine:
         config = checkpoint.config
         if world is not None and profile.spec.verify != "off":
             raise NotReadyError("spec.verify: drafts are verified in one process only", hint="--set spec.verify=off")
-        limits = _limits(profile, config)
+        limits = limits_of(profile, config)
         lane = lane or lane_for(profile, device, processes=1 if world is None else world.size)
         with ExitStack() as undo:  # processes that were started end with a load that fails
             if world is None:
@@ -180,6 +194,13 @@ class Engine:
             else:
                 undo.callback(world.close)
                 host = partial(lead_runner, world=world)
+            compiled = None
+            if grammars:
+                require_library()
+                compiled = _grammar_service(profile, tokenizer, config)
+                undo.callback(compiled.close)
+                for name, spec in grammars.items():
+                    compiled.require(spec, name)
             runner, shards = host(
                 profile, checkpoint, tokenizer, lane, device=device, placement=placement, progress=progress
             )
@@ -189,7 +210,7 @@ class Engine:
                 tiers.sources = ()  # the other processes take whole blocks
             runner.watch = _watch(profile, config, runner.mesh, device, recording=record_experts)
             scheduler = Scheduler(limits, shape, tiers, planner_for(profile, checkpoint, runner, device))
-            engine = cls(profile, checkpoint, tokenizer, runner, scheduler, shards, world)
+            engine = cls(profile, checkpoint, tokenizer, runner, scheduler, shards, world, compiled)
             undo.pop_all()
         return engine
 
@@ -237,7 +258,9 @@ class Engine:
                 self.scheduler.submit(seq)
             else:
                 self._compiling[uid] = seq
-                self._grammar_service().request(uid, grammar)
+                if self._grammars is None:
+                    self._grammars = _grammar_service(self.profile, self.tokenizer, self.config)
+                self._grammars.request(uid, grammar)
             self._tracks[seq.uid] = AnswerTrack(seq, self.tokenizer, self._marks)
             self._started[seq.uid] = now
         self._live[request.id] = {seq.uid for seq in choices}
@@ -419,17 +442,6 @@ class Engine:
 
     # ------------------------------------------------------------- grammars
 
-    def _grammar_service(self) -> GrammarService:
-        if self._grammars is None:
-            settings = self.profile.grammar
-            self._grammars = GrammarService(
-                vocabulary(self.tokenizer, self.config.vocab_size, self.config.eos_token_id),
-                workers=settings.workers,
-                timeout_s=float(settings.timeout_s),
-                cache_bytes=settings.cache_mib << 20,
-            )
-        return self._grammars
-
     def _take_compiled(self) -> list[TokenEvent | Completion]:
         """Queue the choices whose grammar is there; completions of those whose grammar cannot be compiled."""
         assert self._grammars is not None
@@ -445,7 +457,7 @@ class Engine:
                 self.scheduler.submit(seq)
             else:
                 seq.state, seq.finish_reason, seq.error = "finished", "error", "grammar"
-                events.append(self._complete(seq, time.perf_counter(), detail=outcome.error))
+                events.append(self._complete(seq, time.perf_counter(), detail=outcome.error.message))
         return events
 
     def _masks(self, flight: Flight) -> dict[int, np.ndarray]:
@@ -608,6 +620,16 @@ def lane_for(profile: Profile, device: str, *, processes: int) -> Lane:
     return ThreadLane() if profile.sched.overlap and processes > 1 else InlineLane()
 
 
+def _grammar_service(profile: Profile, tokenizer: Tokenizer, config: ModelConfig) -> GrammarService:
+    settings = profile.grammar
+    return GrammarService(
+        vocabulary(tokenizer, config.vocab_size, config.eos_token_id),
+        workers=settings.workers,
+        timeout_s=float(settings.timeout_s),
+        cache_bytes=settings.cache_mib << 20,
+    )
+
+
 def _watch(profile: Profile, config: ModelConfig, mesh: Mesh, device: str, *, recording: bool) -> ExpertWatch | None:
     """Counts are kept for a file or for planning, and their balance wherever there is more than one rank."""
     if not recording and profile.ranks == 1:
@@ -640,7 +662,8 @@ def _check_ids(request: Request, config: ModelConfig) -> None:
             raise UsageError(f"request {request.id!r}: {name} names token {bad[0]}, the vocabulary is 0..{last}")
 
 
-def _limits(profile: Profile, config: ModelConfig) -> Limits:
+def limits_of(profile: Profile, config: ModelConfig) -> Limits:
+    """What a profile has room for on one model."""
     sched, capacity = profile.sched, Capacity.of(profile)
     return Limits(
         dp=profile.parallel.dp,
@@ -651,4 +674,6 @@ def _limits(profile: Profile, config: ModelConfig) -> Limits:
         eos_token_id=config.eos_token_id,
         step_budget_ms=sched.step_budget_ms,
         draft_tokens=0 if profile.spec.verify == "off" else profile.spec.draft_tokens,
+        positions=config.max_position_embeddings,
+        profile=f"profile {profile.name}",
     )

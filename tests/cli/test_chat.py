@@ -59,7 +59,7 @@ def test_unknown_command_and_quiet(model: Path, capsys: pytest.CaptureFixture[st
 def test_conversation_that_no_longer_fits(model: Path, capsys: pytest.CaptureFixture[str]):
     assert chat(model, f"{'x ' * 900}\nhello\n") == 0
     out, err = capsys.readouterr()
-    assert "the context holds 1024" in err and "/reset starts a new conversation" in err
+    assert "the model has 1024 positions" in err and "/reset starts a new conversation" in err
     assert err.count("prompt + 6 tokens") == 1 or "prompt + " in err
     assert len(out.splitlines()) >= 1
 

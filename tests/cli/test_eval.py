@@ -356,7 +356,7 @@ def test_our_engine_answers_the_same_whatever_shares_the_batch(cli: Cli, tiny: P
 
 def test_an_answer_length_without_room_for_a_prompt_is_refused_before_loading(cli: Cli, tiny: Path):
     code, _, err = cli("nano-arith", "--model", tiny, *ROOM[:2], "--max-tokens", "2048")
-    assert code == 2 and "leaves no room for a prompt" in err
+    assert code == 2 and "every sample needs 1 prompt + 2048 new tokens, the model has 2048 positions" in err
 
 
 def test_a_prompt_that_is_too_long_is_an_error_of_its_sample(cli: Cli, tiny: Path):
@@ -368,7 +368,7 @@ def test_a_prompt_that_is_too_long_is_an_error_of_its_sample(cli: Cli, tiny: Pat
     code, out, _ = cli("nano-arith", "--data", "q.jsonl", "--model", tiny, *ROOM, "--format", "json")
     found = json.loads(out)
     assert code == 5 and found["outcomes"]["errored"] == 1
-    assert "the context holds" in next(iter(found["errors"]))
+    assert "the model has 2048 positions" in next(iter(found["errors"]))
 
 
 def test_the_prompt_is_the_vendors_rendering(cli: Cli, tiny: Path):

@@ -56,10 +56,11 @@ def test_batch_answers_every_line_in_order(model: Path, tmp_path: Path, capsys: 
     body = answered["response"]["body"]
     assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] <= 4
     assert len(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
-    assert failed["error"]["code"] == "does_not_fit" and "5000" in failed["error"]["message"]
+    assert failed["error"]["code"] == "invalid_request" and "5000" in failed["error"]["message"]
     assert two["id"] == 4 and len(two["choices"]) == 2
     err = capsys.readouterr().err
-    assert "4 of 4 lines answered" in err and "1 of 4 lines failed" in err
+    assert "4 of 4 lines answered" in err and f"1 of 4 lines of {file} failed" in err
+    assert f"  line {failed['error']['line']}: {failed['error']['message']}\n" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
@@ -182,11 +183,37 @@ def test_answers_follow_a_schema_and_a_bad_one_is_refused_first(
     schema.write_text('{"type": "array", "uniqueItems": true}')
     assert run(tmp_path / "nowhere", "--json-schema", schema, *args) == 2
     assert "#/uniqueItems: keyword 'uniqueItems' is not enforced" in capsys.readouterr().err
-    assert run(model, "--regex", "(a", *args) == 5
-    assert "1 of 1 requests failed" in capsys.readouterr().err
+    ebnf = tmp_path / "g.ebnf"
+    ebnf.write_text('root ::= "a"\n  | b')
+    schema.write_text('{"type": "array",')
+    for given, place in (
+        (("--regex", "a(b"), "--regex: the end of the pattern: the parenthesis is not closed"),
+        (("--ebnf", ebnf), f'--ebnf {ebnf}: line 2, column 5: rule "b" is not defined'),
+        (("--json-schema", schema), f"--json-schema {schema}: not valid JSON"),
+        (("--json-schema", tmp_path), f"--json-schema {tmp_path}: not a regular file"),
+        (("--ebnf", tmp_path / "none"), f"--ebnf {tmp_path / 'none'}: No such file"),
+    ):
+        assert run(model, *given, *args) == 2
+        assert capsys.readouterr().err.startswith(f"error: {place}")
 
 
-def test_batch_line_with_a_grammar(model: Path, tmp_path: Path):
+def test_an_answer_that_never_fits_is_refused_before_weights_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def read(*args, **named):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("deepinfer_engine.engine.host_runner", read)
+    small = ["run", "--model", str(model), "--set", "sched.max_context_tokens=512", "--raw", "ab", "--max-tokens"]
+    assert main([*small, "512"]) == 3
+    err = capsys.readouterr().err
+    assert "the context holds 512 (sched.max_context_tokens of profile cpu-nano)" in err
+    assert "of max_tokens fit behind this prompt, or --set sched.max_context_tokens=51" in err
+    assert main([*small, "1024"]) == 2
+    assert "the model has 1024 positions" in capsys.readouterr().err
+
+
+def test_batch_line_with_a_grammar(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}}
     body = {
@@ -208,7 +235,8 @@ def test_batch_line_with_a_grammar(model: Path, tmp_path: Path):
     chat, raw, bad = rows(out)
     assert json.loads(chat["response"]["body"]["choices"][0]["message"]["content"]) in (True, False)
     assert raw["content"] == "xxx" and raw["finish_reason"] == "stop"
-    assert bad["error"]["code"] == "grammar"
+    assert (bad["error"]["code"], bad["error"]["line"]) == ("grammar", 3)
+    assert "line 3: the end of the pattern: the parenthesis is not closed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("failure", [MemoryError("64 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

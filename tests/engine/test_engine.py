@@ -10,7 +10,7 @@ import torch
 
 from deepinfer_engine.config.profile import load_profile
 from deepinfer_engine.engine import Engine, lane_for
-from deepinfer_engine.errors import CapacityError, UsageError
+from deepinfer_engine.errors import UsageError
 from deepinfer_engine.runtime.lane import ThreadLane
 from deepinfer_engine.tokens import tokenizer as spelling
 from deepinfer_engine.types import Completion, Request, SamplingParams, TokenEvent
@@ -247,7 +247,7 @@ def test_refusals_name_the_request(engine: Engine):
         engine.submit(Request("x", (engine.tokenizer.control_id(spelling.IMAGE),)))
     with pytest.raises(UsageError, match="stop_token_ids names token 9999"):
         engine.submit(Request("x", (5,), SamplingParams(stop_token_ids=(9999,))))
-    with pytest.raises(CapacityError, match="1000 prompt"):
+    with pytest.raises(UsageError, match="1000 prompt"):
         engine.submit(Request("x", tuple([5] * 1000), SamplingParams(max_tokens=100)))
     engine.submit(Request("x", (5,), SamplingParams(max_tokens=1)))
     with pytest.raises(UsageError, match="already in flight"):

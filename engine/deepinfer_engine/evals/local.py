@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from deepinfer_engine.engine import Engine
+from deepinfer_engine.engine import Engine, limits_of
 from deepinfer_engine.errors import CapacityError, UsageError
 from deepinfer_engine.evals.backend import Reply
 from deepinfer_engine.evals.prompt import Prompt
@@ -18,12 +18,7 @@ from deepinfer_engine.types import Completion, Request, SamplingParams
 
 def check_room(sampling: Sampling, launch: Launch) -> None:
     """Refuse, before weights are loaded, an answer length that leaves the context no room for a prompt."""
-    context = min(launch.profile.sched.max_context_tokens, launch.checkpoint.config.max_position_embeddings)
-    if sampling.max_tokens >= context:
-        raise UsageError(
-            f"max_tokens {sampling.max_tokens} leaves no room for a prompt in a context of {context} tokens",
-            hint=f"--max-tokens below {context}, or raise sched.max_context_tokens",
-        )
+    limits_of(launch.profile, launch.checkpoint.config).check("every sample", 1, sampling.max_tokens)
 
 
 class Renderer:
@@ -98,7 +93,7 @@ class EngineBackend:
         )
         try:
             self._engine.submit(Request(prompt.key, rendered.token_ids, params))
-        except CapacityError as exc:
+        except (CapacityError, UsageError) as exc:
             return Reply(prompt.key, "", "", "error", exc.message, prompt_tokens=len(rendered.token_ids))
         flying[prompt.key] = rendered
         return None

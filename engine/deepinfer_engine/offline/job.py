@@ -17,10 +17,16 @@ from deepinfer_engine.offline.prepare import Prepared, Preparer
 from deepinfer_engine.tokens.protocol import Answer, ChatPrompt
 from deepinfer_engine.types import Completion, Request
 
+#: failed lines that are told at the end
+_SHOWN = 8
+
 
 @dataclass(frozen=True)
 class Tally:
-    """Progress: lines finished and failed, tokens generated, seconds since the start, and how even ranks are."""
+    """Progress: lines finished and failed, tokens generated, seconds since the start, and how even ranks are.
+
+    ``failures``: the first of the failed, by line and reason.
+    """
 
     done: int
     failed: int
@@ -28,6 +34,7 @@ class Tally:
     tokens: int
     seconds: float
     balance: Callable[[], Balance | None] | None = None
+    failures: tuple[str, ...] = ()
 
 
 class BatchRun:
@@ -42,6 +49,7 @@ class BatchRun:
         self._flying: dict[str, tuple[Prepared, list[Completion]]] = {}
         self._began = time.perf_counter()
         self._done = self._failed = self._tokens = 0
+        self._failures: list[str] = []
 
     def run(self, items: Iterable[Item], progress: Callable[[Tally], None]) -> Tally:
         """Answer every item that the journal does not hold yet; ``progress`` after every step."""
@@ -67,7 +75,9 @@ class BatchRun:
 
     def _tally(self, total: int) -> Tally:
         seconds = time.perf_counter() - self._began
-        return Tally(self._done, self._failed, total, self._tokens, seconds, self._engine.balance)
+        return Tally(
+            self._done, self._failed, total, self._tokens, seconds, self._engine.balance, tuple(self._failures)
+        )
 
     def _submit(self, item: Item) -> None:
         prepared = self._preparer.prepare(item)
@@ -76,7 +86,7 @@ class BatchRun:
             self._engine.submit(Request(label, prepared.token_ids, item.sampling, grammar=prepared.grammar))
         except (CapacityError, UsageError) as exc:
             code = "does_not_fit" if isinstance(exc, CapacityError) else "invalid_request"
-            self._keep(item, _failure(item, code, exc.message), failed=True)
+            self._fail(item, code, exc.message)
             return
         self._flying[label] = (prepared, [])
 
@@ -92,19 +102,24 @@ class BatchRun:
         bad = next((c for c in choices if c.finish_reason in ("error", "abort")), None)
         if bad is not None:
             code = bad.error or bad.finish_reason
-            self._keep(item, _failure(item, code, bad.error_detail or code.replace("_", " ")), failed=True)
+            self._fail(item, code, bad.error_detail or code.replace("_", " "))
             return
         answers = [answer_of(prepared.chat, c) for c in choices]
         if item.form == "plain":
             line = _plain_line(item, choices, answers)
         else:
             line = _batch_line(item, choices, answers, self._model, self._created, self._engine)
-        self._keep(item, line, failed=False)
+        self._keep(item, line)
 
-    def _keep(self, item: Item, line: dict[str, Any], *, failed: bool) -> None:
+    def _fail(self, item: Item, code: str, message: str) -> None:
+        self._failed += 1
+        if len(self._failures) < _SHOWN:
+            self._failures.append(f"line {item.line}: {message}")
+        self._keep(item, _failure(item, code, message))
+
+    def _keep(self, item: Item, line: dict[str, Any]) -> None:
         self._journal.append(item.line, json.dumps(line, ensure_ascii=False, allow_nan=False))
         self._done += 1
-        self._failed += failed
 
 
 def answer_of(chat: ChatPrompt | None, done: Completion) -> Answer:
@@ -196,7 +211,7 @@ def _logprobs(done: Completion, engine: Engine) -> dict[str, Any]:
 
 
 def _failure(item: Item, code: str, message: str) -> dict[str, Any]:
-    error = {"code": code, "message": message}
+    error = {"code": code, "message": message, "line": item.line}
     if item.form == "batch":
         return {"id": f"batch_req_{item.line}", "custom_id": item.key, "response": None, "error": error}
     return {"id": item.key, "error": error}

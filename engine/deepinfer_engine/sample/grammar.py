@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_engine.errors import NotReadyError, UsageError
-from deepinfer_engine.sample.schema_check import MAX_SOURCE, check_pattern, checked_schema
+from deepinfer_engine.errors import DeepInferError, NotReadyError, UsageError
+from deepinfer_engine.sample.pattern_check import check_pattern
+from deepinfer_engine.sample.schema_check import MAX_SOURCE, checked_schema
 from deepinfer_engine.tokens import tokenizer as spelling
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.types import GrammarSpec
@@ -35,6 +36,8 @@ from deepinfer_engine.types import GrammarSpec
 _CALLS_OPENING = f"\n\n<{spelling.DSML} calls>\n"
 #: seconds a worker may take to import the library and read the vocabulary
 _START_S = 120.0
+#: seconds between two looks for a grammar that is waited for
+_POLL_S = 0.05
 
 
 def checked_grammar(spec: GrammarSpec) -> GrammarSpec:
@@ -122,12 +125,12 @@ class GrammarState:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Outcome of one request: a state factory's input, or the sentence that says why not."""
+    """Outcome of one request: a state factory's input, or the error that says why not."""
 
     ticket: int
     grammar: Any
     opened: bool
-    error: str | None
+    error: DeepInferError | None
 
 
 class GrammarService:
@@ -141,7 +144,7 @@ class GrammarService:
         self._cache: OrderedDict[GrammarSpec, Any] = OrderedDict()
         self._waiting: dict[GrammarSpec, list[int]] = {}
         self._jobs: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[GrammarSpec, Any, str | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[GrammarSpec, Any, DeepInferError | None]] = queue.SimpleQueue()
         self._ready: list[Compiled] = []
         self._infos: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -177,6 +180,17 @@ class GrammarService:
                 self._keep(spec, grammar)
             out += [self._outcome(ticket, spec, grammar, error) for ticket in self._waiting.pop(spec)]
 
+    def require(self, spec: GrammarSpec, label: str) -> None:
+        """Check and compile a grammar, while nothing else is asked for. Raises its error, under ``label``."""
+        try:
+            self.request(-1, checked_grammar(spec))
+            while not (done := self.poll(_POLL_S)):
+                pass
+            if done[0].error is not None:
+                raise done[0].error
+        except DeepInferError as exc:
+            raise type(exc)(f"{label}: {exc.message}", hint=exc.hint) from None
+
     def close(self) -> None:
         """End the workers, whatever they are doing; what was asked for is not answered any more."""
         with self._lock:
@@ -188,7 +202,7 @@ class GrammarService:
         for thread in self._threads:
             thread.join()
 
-    def _outcome(self, ticket: int, spec: GrammarSpec, grammar: Any, error: str | None) -> Compiled:
+    def _outcome(self, ticket: int, spec: GrammarSpec, grammar: Any, error: DeepInferError | None) -> Compiled:
         return Compiled(ticket, grammar, spec.kind == "tools_required", error)
 
     def _keep(self, spec: GrammarSpec, grammar: Any) -> None:
@@ -206,21 +220,21 @@ class GrammarService:
                     worker = self._start()
                 reply = worker.ask({"kind": spec.kind, "source": spec.source}, self._timeout_s)
                 grammar = self._load(spec, reply["compiled"]) if "compiled" in reply else None
-                self._done.put((spec, grammar, reply.get("error")))
+                self._done.put((spec, grammar, UsageError(reply["error"]) if "error" in reply else None))
             except _WorkerLost as exc:
                 self._drop(worker)
                 worker = None
-                self._done.put((spec, None, str(exc)))
-            except UsageError as exc:
-                self._done.put((spec, None, exc.message))
+                self._done.put((spec, None, exc.error))
+            except DeepInferError as exc:
+                self._done.put((spec, None, exc))
             except Exception as exc:  # a thread's boundary: the request must hear of it, the loop must go on
-                self._done.put((spec, None, f"{type(exc).__name__}: {exc}"))
+                self._done.put((spec, None, DeepInferError(f"{type(exc).__name__}: {exc}")))
         self._drop(worker)
 
     def _start(self) -> _Worker:
         with self._lock:
             if self._closed:
-                raise _WorkerLost("the engine was closed")
+                raise _WorkerLost(NotReadyError("the engine was closed"))
             worker = _Worker()
             self._workers.append(worker)
         try:
@@ -252,7 +266,11 @@ class GrammarService:
 
 
 class _WorkerLost(Exception):
-    """A worker process that died or took too long."""
+    """A worker process that died or took too long, and the error for what it was asked for."""
+
+    def __init__(self, error: DeepInferError):
+        super().__init__(error.message)
+        self.error = error
 
 
 class _Worker:
@@ -274,7 +292,7 @@ class _Worker:
         try:
             self._exchange(hello, _START_S)
         except _WorkerLost as exc:
-            raise _WorkerLost(f"the grammar compiler did not start: {exc}") from None
+            raise _WorkerLost(NotReadyError(f"the grammar compiler did not start: {exc}")) from None
 
     def ask(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send one job and wait for its answer."""
@@ -300,14 +318,15 @@ class _Worker:
             stdin.write(data)
             stdin.flush()
         except (BrokenPipeError, ValueError):
-            raise _WorkerLost("the compiler ended unexpectedly") from None
+            raise _WorkerLost(UsageError("the compiler ended unexpectedly")) from None
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([stdout], [], [], left)[0]:
-                raise _WorkerLost(f"compiling took longer than {timeout_s:g} s")
+                hint = "make it smaller, or raise grammar.timeout_s"
+                raise _WorkerLost(UsageError(f"compiling took longer than {timeout_s:g} s", hint=hint))
             chunk = os.read(stdout.fileno(), 1 << 20)
             if not chunk:
-                raise _WorkerLost("the compiler ended unexpectedly")
+                raise _WorkerLost(UsageError("the compiler ended unexpectedly"))
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)

@@ -44,6 +44,7 @@ def main() -> None:
     import xgrammar  # pyright: ignore[reportMissingImports]
 
     from deepinfer_engine.sample.grammar import tokenizer_info
+    from deepinfer_engine.sample.grammar_fault import sentence
 
     hello = json.loads(lines.readline())
     compilers = {
@@ -62,13 +63,8 @@ def main() -> None:
         except MemoryError:
             _reply(replies, {"error": "the compiler ran out of memory"})
         except Exception as exc:  # a process boundary: whatever the library raises belongs to this grammar
-            _reply(replies, {"error": _sentence(str(exc))})
-
-
-def _sentence(text: str) -> str:
-    """The library's message without its source position, on one line."""
-    first = " ".join(text.split())
-    return first.split(": ", 1)[1][:500] if ".cc:" in first.split(": ", 1)[0] else first[:500]
+            said = sentence(job["kind"], job["source"], str(exc), xgrammar.Grammar.from_regex)
+            _reply(replies, {"error": said})
 
 
 def _reply(stream: Any, value: dict[str, Any]) -> None:

@@ -8,16 +8,15 @@ properties in their order, a ``pattern`` that matches the whole string, and no e
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from deepinfer_engine.config.strict_json import parse_json, printable
 from deepinfer_engine.errors import UsageError
+from deepinfer_engine.sample.pattern_check import check_pattern
 
 #: bounds of what is handed to the compiler
 MAX_SOURCE = 1 << 20
 _MAX_DEPTH = 64
-_MAX_REPEAT = 1000
 _MAX_LENGTH = 10_000
 
 _ANNOTATIONS = frozenset({
@@ -52,16 +51,6 @@ def checked_schema(source: str) -> str:
     except ValueError as exc:
         raise UsageError(f"the JSON schema is not valid JSON: {exc}") from None
     return json.dumps(_Checker(root).node(root, "#", 0), ensure_ascii=False)
-
-
-def check_pattern(pattern: str) -> None:
-    """Refuse a regular expression that would take the compiler very long."""
-    if len(pattern) > MAX_SOURCE // 16:
-        raise UsageError(f"the pattern has {len(pattern)} characters, at most {MAX_SOURCE // 16}")
-    for match in re.finditer(r"\{(\d+)(?:,(\d*))?\}", pattern):
-        most = max(int(n) for n in match.groups() if n)
-        if most > _MAX_REPEAT:
-            raise UsageError(f"the pattern repeats {match.group()}, at most {_MAX_REPEAT} times are supported")
 
 
 class _Checker:
@@ -180,7 +169,7 @@ class _Checker:
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 raise UsageError(f"{at}/pattern: expected a string")
-            check_pattern(schema["pattern"])
+            self._pattern(schema["pattern"], f"{at}/pattern")
         if "minLength" in schema or "maxLength" in schema:
             least, most = schema.pop("minLength", 0), schema.pop("maxLength", None)
             for key, value in (("minLength", least), ("maxLength", most)):
@@ -192,6 +181,12 @@ class _Checker:
                 raise UsageError(f"{at}/maxLength: {most} is below minLength {least}")
             schema["pattern"] = f"^.{{{least},{'' if most is None else most}}}$"
 
+    def _pattern(self, pattern: str, at: str) -> None:
+        try:
+            check_pattern(pattern)
+        except UsageError as exc:
+            raise UsageError(f"{at}: {exc.message}") from None
+
     def _array(self, out: dict[str, Any], at: str, depth: int) -> None:
         if "prefixItems" in out:
             out["prefixItems"] = self._list(out["prefixItems"], f"{at}/prefixItems", depth)
@@ -202,6 +197,8 @@ class _Checker:
         for key in ("properties", "patternProperties"):
             if key in out:
                 out[key] = self._each(out[key], f"{at}/{key}", depth)
+        for pattern in out.get("patternProperties", ()):
+            self._pattern(pattern, f"{at}/patternProperties")
         for key in ("additionalProperties", "propertyNames"):
             if key in out and out[key] is not False:
                 out[key] = self.node(out[key], f"{at}/{key}", depth + 1)

@@ -14,14 +14,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepinfer_engine.cache.pool import IdPool
 from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.tiers import Tiers
 from deepinfer_engine.config.model import BLOCK_TOKENS
-from deepinfer_engine.errors import CapacityError, UsageError
+from deepinfer_engine.sched.limits import Limits
 from deepinfer_engine.sched.prefill_budget import CostFit
 from deepinfer_engine.sched.reuse import Reuse
 from deepinfer_engine.sched.router import Head, RankLoad, route
@@ -31,23 +30,6 @@ from deepinfer_engine.types import FinishReason, PlannedRow, Sequence, StepPlan
 
 #: weight of the latest answer's length in the expected length of the next
 _LENGTH_DECAY = 0.1
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Capacities: data-parallel ranks, and per rank the rows, blocks and prompt tokens of a step.
-
-    ``step_budget_ms`` 0 means that prompt chunks are cut by tokens only. ``draft_tokens`` 0: no drafts are verified.
-    """
-
-    dp: int
-    rows: int
-    blocks: int
-    chunk_tokens: int
-    context_tokens: int
-    eos_token_id: int
-    step_budget_ms: float = 0.0
-    draft_tokens: int = 0
 
 
 class Drawn(NamedTuple):
@@ -100,21 +82,7 @@ class Scheduler:
 
     def check(self, seq: Sequence) -> None:
         """Refuse a sequence that can never run, with need and have."""
-        limits, name = self.limits, seq.request.id
-        if not seq.num_prompt:
-            raise UsageError(f"request {name!r} has an empty prompt")
-        if seq.max_len > limits.context_tokens:
-            raise CapacityError(
-                f"request {name!r} needs {seq.num_prompt} prompt + {seq.request.sampling.max_tokens} new "
-                f"tokens, the context holds {limits.context_tokens}",
-                hint="lower --max-tokens, shorten the prompt or raise sched.max_context_tokens",
-            )
-        need = -(-seq.max_len // BLOCK_TOKENS)
-        if need > limits.blocks:
-            raise CapacityError(
-                f"request {name!r} needs {need} blocks of {BLOCK_TOKENS} tokens, a rank has {limits.blocks}",
-                hint="raise cache.hbm_tokens_per_rank",
-            )
+        self.limits.check(f"request {seq.request.id!r}", seq.num_prompt, seq.request.sampling.max_tokens)
 
     def reserve(self, seq: Sequence) -> int:
         """Check a new sequence and give it its place in the order of arrival; ``submit`` queues it, now or later."""

@@ -11,9 +11,10 @@ import pytest
 from deepinfer_engine.cache.prefix import extend_keys
 from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.tiers import HostBlocks, Tiers, WindowPool
+from deepinfer_engine.sched.limits import Limits
 from deepinfer_engine.sched.reuse import _Fetch
 from deepinfer_engine.sched.rows import plan_decode
-from deepinfer_engine.sched.scheduler import Limits, Scheduler
+from deepinfer_engine.sched.scheduler import Scheduler
 from deepinfer_engine.types import Move, Request, SamplingParams, Sequence, StepPlan
 
 B, W, ROOT = 128, 16, b"root"

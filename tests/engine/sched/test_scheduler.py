@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_engine.errors import CapacityError, UsageError
-from deepinfer_engine.sched.scheduler import Limits, Scheduler
+from deepinfer_engine.sched.limits import Limits
+from deepinfer_engine.sched.scheduler import Scheduler
 from deepinfer_engine.types import PlannedRow, Request, SamplingParams, Sequence, StepPlan
 
 EOS = 1
@@ -176,13 +177,30 @@ def test_long_prompt_at_the_head_is_not_overtaken():
 
 def test_refusals_give_need_and_have():
     scheduler = Scheduler(limits(context_tokens=2000, blocks=4))
-    with pytest.raises(CapacityError, match="needs 5 blocks of 128 tokens, a rank has 4"):
+    rank = "needs 500 prompt \\+ 100 new tokens, 5 blocks of 128, a rank has 4 \\(cache.hbm_tokens_per_rank of"
+    with pytest.raises(CapacityError, match=rank) as caught:
         scheduler.submit(sequence("x", 500, 100))
-    with pytest.raises(CapacityError, match="needs 1900 prompt \\+ 200 new tokens, the context holds 2000"):
+    assert caught.value.hint == "lower max_tokens, or --set cache.hbm_tokens_per_rank=640"
+    with pytest.raises(CapacityError, match="needs 1900 prompt \\+ 200 new tokens, the context holds 2000") as caught:
         scheduler.submit(sequence("x", 1900, 200))
+    hint = "at most 100 of max_tokens fit behind this prompt, or --set sched.max_context_tokens=2100"
+    assert caught.value.hint == hint
     with pytest.raises(UsageError, match="empty prompt"):
         scheduler.submit(sequence("x", 0, 1))
     assert not scheduler.busy
+
+
+def test_what_the_model_has_no_positions_for_is_a_usage_error_and_what_the_profile_lacks_is_not():
+    room = limits(context_tokens=1000, positions=2000, blocks=64, profile="profile p")
+    room.check("r", 400, 600)
+    with pytest.raises(CapacityError, match=r"holds 1000 \(sched.max_context_tokens of profile p\)"):
+        room.check("r", 400, 1600)
+    with pytest.raises(UsageError, match="the model has 2000 positions") as caught:
+        room.check("r", 400, 1601)
+    assert (caught.value.exit_code, caught.value.hint) == (2, "at most 600 of max_tokens fit behind this prompt")
+    with pytest.raises(UsageError) as caught:
+        room.check("r", 2000, 1)
+    assert caught.value.hint == "shorten the prompt"
 
 
 def test_time_budget_bounds_prefill_and_never_stops_it():
