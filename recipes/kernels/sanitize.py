@@ -2,8 +2,9 @@
 
 ``PYTHONPATH=.:engine:kernels python -m recipes.kernels.sanitize`` runs the cases of every backend that is installed
 under memcheck, racecheck and initcheck and prints one line for each; whole reports go to ``--out``. Before that each
-tool has to find its fault in a kernel made for it: a filter or a driver that hides everything would look clean. Exit
-code 0: clean; 6: something was found or a case failed; 3: there is no compute-sanitizer or no case, or a tool is blind.
+tool has to find its fault in a kernel made for it, since a filter or a driver that hides everything would look clean,
+and the cases run once without a tool, which compiles their kernels. Exit code 0: clean; 6: something was found or a
+case failed; 3: there is no compute-sanitizer or no case, or a tool is blind.
 """
 
 from __future__ import annotations
@@ -12,17 +13,35 @@ import argparse
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from recipes.kernels.bounded import bounded
+
 TOOLS = ("memcheck", "racecheck", "initcheck")
-#: backend → (package it needs, its cases, which of them)
+_ROWS = "agrees_with_the_reference and "
+#: what is run → (package it needs, its cases, which of them)
 CASES = {
-    "triton": ("triton", "tests/kernels/triton_cases.py", "agrees_with_the_reference and -2]"),
-    "tilelang": ("tilelang", "tests/kernels/tilelang_cases.py", "agrees_with_the_reference and -2]"),
-    "vendor": ("torch", "tests/kernels/vendor_cases.py", "agrees_with_the_reference and -7]"),
+    "triton": ("triton", "tests/kernels/triton_cases.py", _ROWS + "-2]"),
+    "triton-step": (
+        "triton",
+        "tests/kernels/triton_step_cases.py",
+        "not refused and not f32_products and not same_bits and not 5000 and not 9000 and not 20000",
+    ),
+    "triton-draw": (
+        "triton",
+        "tests/kernels/triton_draw_cases.py",
+        "not refused and not 129280 and not 5003 and not 40001",
+    ),
+    "tilelang": ("tilelang", "tests/kernels/tilelang_cases.py", _ROWS + "-2]"),
+    "tilelang-gemm": (
+        "tilelang",
+        "tests/kernels/tilelang_gemm_cases.py",
+        "(experts_agree and counts0) or (scores_agree and -2])",
+    ),
+    "vendor": ("torch", "tests/kernels/vendor_cases.py", _ROWS + "-7]"),
 }
 #: reads what nobody wrote and what another warp is writing, and writes behind the end
 FAULTY = r"""
@@ -56,13 +75,11 @@ def sanitised(tool: str, command: list[str], report: Path, seconds: float) -> tu
     # an allocation of its own for every tensor, or what lies behind the end belongs to another one
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     full = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, "-m", *command]
-    with report.open("w") as file:
-        try:
-            code = subprocess.run(full, stdout=file, stderr=subprocess.STDOUT, env=env, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return None, None
+    code = bounded(full, report, seconds, env)
+    if code is None:
+        return None, None
     found = SUMMARY.findall(report.read_text(errors="replace"))
-    return (int(found[-1]) if found else None), code.returncode
+    return (int(found[-1]) if found else None), code
 
 
 def kernels(report: Path) -> str:
@@ -70,12 +87,44 @@ def kernels(report: Path) -> str:
     return ", ".join(sorted(set(re.findall(r"=+ +(?:at|in) (?:void )?([\w:]+)", report.read_text(errors="replace")))))
 
 
+def cases_of(name: str, plugin: bool = False) -> list[str]:
+    """The module and arguments that run a row of ``CASES``."""
+    _, cases, which = CASES[name]
+    plugins = ["-p", "recipes.kernels.sanitize"] if plugin else []
+    return ["pytest", "-q", "-p", "no:cacheprovider", *plugins, cases, "-k", which, "--timeout=0"]
+
+
+def ended(report: Path) -> str:
+    """How many cases passed, failed, were skipped, in pytest's words."""
+    ran = re.findall(r"\d+ (?:passed|failed|skipped|deselected)[^\n]*", report.read_text(errors="replace"))
+    return ran[-1] if ran else "no case ended"
+
+
+def without_a_tool(name: str, out: Path, seconds: float) -> tuple[str, int | None]:
+    """(what pytest said, exit code) of a row's cases alone; their kernels are compiled after this."""
+    report = out / f"plain-{name}.log"
+    code = bounded([sys.executable, "-m", *cases_of(name)], report, seconds)
+    return ("no end" if code is None else ended(report)), code
+
+
+def with_a_tool(tool: str, name: str, out: Path, seconds: float) -> tuple[str, bool]:
+    """(one line of result, clean) of a row's cases under a tool."""
+    report, began = out / f"{tool}-{name}.log", time.monotonic()
+    found, code = sanitised(tool, cases_of(name, tool == "initcheck"), report, seconds)
+    last = ended(report)
+    good = found == 0 and code == 0 and "passed" in last
+    what = "no end" if code is None else f"{found} found {kernels(report)}".strip()
+    took = time.monotonic() - began
+    return f"{name} {tool}: {'clean' if good else what}, {last}, {took:.0f} s", good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    parser.add_argument("--backends", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument("--out", type=Path, default=Path("sanitize"), help="folder of the reports")
-    parser.add_argument("--seconds", type=float, default=300, help="longest time of one tool over one backend")
+    parser.add_argument("--seconds", type=float, default=300, help="longest time of one tool over one row of cases")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
     parser.add_argument("--faulty", action="store_true", help="run only the faulty kernel, for a tool to find")
     args = parser.parse_args()
     if args.faulty:
@@ -85,36 +134,36 @@ def main() -> int:
         print("compute-sanitizer is not on the path: it comes with the CUDA toolkit", file=sys.stderr)
         return 3
     args.out.mkdir(parents=True, exist_ok=True)
-    blind = False
-    for tool in args.tools:
+    os.environ.setdefault("KERNEL_CASES_CACHE", str(args.out.resolve() / "kernels"))
+    pool = ThreadPoolExecutor(args.jobs)
+
+    def faults(tool: str) -> int | None:
         report = args.out / f"{tool}-faulty.log"
-        found, _ = sanitised(tool, ["recipes.kernels.sanitize", "--faulty"], report, args.seconds)
+        return sanitised(tool, ["recipes.kernels.sanitize", "--faulty"], report, args.seconds)[0]
+
+    seeing = dict(zip(args.tools, pool.map(faults, args.tools), strict=True))
+    for tool, found in seeing.items():
         if not found:
-            print(f"{tool}: did not find the fault made for it, see {report}", file=sys.stderr)
-            blind = True
-    if blind:
+            print(f"{tool}: did not find the fault made for it, see {args.out / tool}-faulty.log", file=sys.stderr)
+    if not all(seeing.values()):
         return 3
-    clean, any_ran = True, False
-    for backend in args.backends:
-        package, cases, which = CASES[backend]
-        for tool in args.tools:
-            report, began = args.out / f"{tool}-{backend}.log", time.monotonic()
-            plugin = ["-p", "recipes.kernels.sanitize"] if tool == "initcheck" else []
-            command = ["pytest", "-q", "-p", "no:cacheprovider", *plugin, cases, "-k", which, "--timeout=0"]
-            found, code = sanitised(tool, command, report, args.seconds)
-            took = f"{time.monotonic() - began:.0f} s"
-            ran = re.findall(r"\d+ (?:passed|failed|skipped|deselected)[^\n]*", report.read_text(errors="replace"))
-            last = ran[-1] if ran else "no case ended"
-            if found == 0 and ran and "passed" not in last and "failed" not in last:  # skipped or not there
-                print(f"{backend} {tool}: nothing ran ({last}; is {package} installed?)")
-                continue
-            any_ran = True
-            good = found == 0 and code == 0 and "passed" in last
-            clean &= good
-            what = "no end" if code is None else f"{found} found {kernels(report)}".strip()
-            print(f"{backend} {tool}: {'clean' if good else what}, {last}, {took}")
-    if not any_ran:
-        print("no backend's cases ran: nothing is known", file=sys.stderr)
+    clean, names = True, []
+    plain = pool.map(lambda name: without_a_tool(name, args.out, args.seconds), args.cases)
+    for name, (said, code) in zip(args.cases, plain, strict=True):
+        if code in (0, 5) and "passed" not in said and "failed" not in said:  # skipped or not there
+            print(f"{name}: nothing ran ({said}; is {CASES[name][0]} installed?)")
+        elif code != 0:
+            print(f"{name} without a tool: {said}, see {args.out}/plain-{name}.log")
+            clean = False
+        else:
+            names.append(name)
+    jobs = [pool.submit(with_a_tool, tool, name, args.out, args.seconds) for name in names for tool in args.tools]
+    for job in jobs:
+        line, good = job.result()
+        clean &= good
+        print(line, flush=True)
+    if clean and not jobs:
+        print("no row of cases ran: nothing is known", file=sys.stderr)
         return 3
     return 0 if clean else 6
 

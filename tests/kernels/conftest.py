@@ -1,4 +1,4 @@
-"""Compiled CPU operations for the tests of this folder: built once per session into a temporary kernel cache."""
+"""Kernel caches for the tests of this folder, temporary ones unless KERNEL_CASES_CACHE names a folder for cases."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = build(map(source, FAMILIES), compiler, cache)
     assert [(b.name, b.detail) for b in made if b.status != "built"] == []
     return cache
+
+
+@pytest.fixture(scope="session")
+def cases_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where programs of cases for a device are compiled: one folder for several runs if the environment names it."""
+    named = os.environ.get("KERNEL_CASES_CACHE")
+    return Path(named) if named else tmp_path_factory.mktemp("cases")

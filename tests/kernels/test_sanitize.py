@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from recipes.kernels import sanitize
+from recipes.kernels.bounded import bounded
 
 CLEAN = "3 passed in 1.00s\n========= ERROR SUMMARY: 0 errors\n"
 #: what a tool says of a kernel that reads behind the end
@@ -39,8 +42,9 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-def run(monkeypatch: pytest.MonkeyPatch, out: Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["sanitize", "--backends", "triton", "--tools", "memcheck", "--out", str(out)])
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, plain: tuple[str, int] = ("3 passed in 1.00s", 0)) -> int:
+    monkeypatch.setattr(sanitize, "without_a_tool", lambda *_: plain)
+    monkeypatch.setattr(sys, "argv", ["sanitize", "--cases", "triton", "--tools", "memcheck", "--out", str(out)])
     return sanitize.main()
 
 
@@ -72,7 +76,29 @@ def test_what_was_found_or_never_ended_is_not_clean(tool, tmp_path, monkeypatch,
 
 
 def test_where_every_case_was_skipped_nothing_is_known(tool, tmp_path, monkeypatch, capsys):
-    tool(FOUND, "4 skipped in 1.00s\n========= ERROR SUMMARY: 0 errors\n")
-    assert run(monkeypatch, tmp_path / "out") == 3
+    tool(FOUND, CLEAN)
+    assert run(monkeypatch, tmp_path / "out", ("4 skipped in 1.00s", 0)) == 3
     streams = capsys.readouterr()
-    assert "triton memcheck: nothing ran (4 skipped" in streams.out and "nothing is known" in streams.err
+    assert "triton: nothing ran (4 skipped" in streams.out and "nothing is known" in streams.err
+
+
+def test_cases_that_fail_without_a_tool_are_not_looked_at(tool, tmp_path, monkeypatch, capsys):
+    tool(FOUND, CLEAN)
+    assert run(monkeypatch, tmp_path / "out", ("1 failed, 3 passed in 1.00s", 1)) == 6
+    assert "triton without a tool: 1 failed" in capsys.readouterr().out
+
+
+def test_the_names_of_cases_select_some(pytestconfig):
+    """Every row of cases names a file that is there, and words of test names that are in it."""
+    for _, path, which in sanitize.CASES.values():
+        text = (pytestconfig.rootpath / path).read_text()
+        for word in re.findall(r"[a-z_]*[a-z]_[a-z_0-9]+", which):
+            assert word in text, (path, word)
+
+
+def test_a_command_that_does_not_end_is_killed_with_what_it_started(tmp_path):
+    assert bounded(["sh", "-c", "sleep 60 & echo $!; wait"], tmp_path / "log", 0.5) is None
+    child = Path("/proc") / (tmp_path / "log").read_text().strip() / "stat"
+    with suppress(FileNotFoundError):  # gone, or dead and not yet taken note of
+        assert child.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert bounded(["sh", "-c", "exit 7"], tmp_path / "log", 9) == 7
