@@ -24,6 +24,7 @@ from deepinfer_engine.dist.reform import Reformed, read_healthy, reform
 from deepinfer_engine.dist.share import Share
 from deepinfer_engine.dist.starting import starting_placement
 from deepinfer_engine.errors import NotReadyError, ProfileError, UsageError
+from deepinfer_engine.runtime.host import resolve_ops
 from deepinfer_engine.weights.checkpoint import Checkpoint, no_draft_weights
 from deepinfer_kernels.device import probe_cuda
 
@@ -103,11 +104,12 @@ def check_device(profile: Profile, device: str) -> None:
 def resident_bytes(checkpoint: Checkpoint, profile: Profile, processes: int = 1) -> int:
     """Memory of one process's prepared weights and caches: dense in the dtype of the numerics.
 
-    Expert slots beyond the logical experts count; tables gathered from the file do not. Each of several processes has
-    its share of the slots and the caches, and everything else.
+    Compiled operations of the CPU keep experts packed. Expert slots beyond the logical experts count; tables gathered
+    from the file do not. Each of several processes has its share of the slots and the caches, and everything else.
     """
     config = checkpoint.config
     element = 2 if profile.numerics.mode == "fast" else 4
+    packed = profile.hardware.platform == "cpu" and resolve_ops(profile).chosen["moe_experts"].backend == "cpu"
     slots = profile.ranks * profile.slots_per_rank(config.n_routed_experts) // processes
     total = 0
     drafts = profile.spec.verify != "off"
@@ -119,7 +121,8 @@ def resident_bytes(checkpoint: Checkpoint, profile: Profile, processes: int = 1)
             total += math.prod(spec.shape) * element
         elif spec.kind == "fp4":
             copies = (1, 1) if spec.group == "draft" else (slots, config.n_routed_experts)
-            total += 2 * math.prod(spec.shape) * element * copies[0] // copies[1]
+            weights = math.prod(spec.shape) * 17 // 16 if packed else 2 * math.prod(spec.shape) * element
+            total += weights * copies[0] // copies[1]
         elif spec.kind == "fp4_scale" or (spec.kind.startswith("table") and profile.cache.engram_placement == "mmap"):
             continue
         else:

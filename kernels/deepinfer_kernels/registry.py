@@ -39,6 +39,9 @@ _EVERYWHERE = frozenset({"cpu", "sm90", "sm100"})
 _GPUS = frozenset({"sm90", "sm100"})
 _ALL = frozenset(NUMERICS)
 
+#: compiled experts read weights as the compiled ``prepare_weight`` packs them; others would unpack them at every call
+_COMPILED_PARTNERS = {"moe_experts": "prepare_weight", "prepare_weight": "moe_experts"}
+
 _FAMILIES = {
     "attention": attention,
     "cache": cache,
@@ -69,8 +72,10 @@ def _implementations() -> dict[str, tuple[Implementation, ...]]:
         table[name].insert(0, whole)
     for family in COMPILED.values():  # first: the fastest where it is built
         for name, fn in family.operations.items():
-            missing = family.binary.missing
-            compiled = Implementation(name, "cpu", frozenset({"cpu"}), frozenset({"fast"}), fn, missing, True)
+            missing, partner = family.binary.missing, _COMPILED_PARTNERS.get(name)
+            compiled = Implementation(
+                name, "cpu", frozenset({"cpu"}), frozenset({"fast"}), fn, missing, True, partner=partner
+            )
             table[name].insert(0, compiled)
     for module, names in triton.FAMILIES.items():  # one source for both, where it was built
         for name in names:
@@ -198,29 +203,42 @@ def resolve(
 
     ``backend`` other than auto is forced on every operation that has one of that name, ``backends`` (op → backend)
     wins over it and auto there lifts it. A name for a part of a fused operation takes that apart, unless it has a name
-    of its own. ``batch_invariant`` admits only implementations that are. ``cache`` is the folder of compiled kernels.
-    Raises ``KernelError`` naming the reasons; ``KeyError`` for an unknown op.
+    of its own. The partner of an operation that is named follows it. ``batch_invariant`` admits only implementations
+    that are. ``cache`` is the folder of compiled kernels. Raises ``KernelError`` naming the
+    reasons; ``KeyError`` for an unknown op.
     """
     named = dict(backends or {})
     unknown = set(named) - set(OPS)
     if unknown:
         raise KeyError(f"unknown operations {sorted(unknown)}; known: {', '.join(sorted(OPS))}")
-    chosen = {}
-    for name in OPS:
+    chosen: dict[str, Implementation] = {}
+    for name in sorted(OPS, key=lambda op: op not in named):  # partners follow what is named
         wanted = named.get(name)
         if wanted is None and any(named.get(part, "auto") != "auto" for part in parts.PARTS.get(name, ())):
             wanted = "parts"
         candidates = _candidates(name, wanted, backend)
+        if wanted is None and all(_apart(i, chosen) for i in candidates):
+            candidates = _candidates(name, "auto", backend)
         reasons = []
         for implementation in candidates:
             reason = why_not(implementation, mode, platform, batch_invariant=batch_invariant, cache=cache)
+            reason = reason or _apart(implementation, chosen)
             if reason is None:
                 chosen[name] = implementation
                 break
             reasons.append(f"{implementation.backend}: {reason}")
         else:
             raise KernelError(name, tuple(reasons))
-    return Ops(NUMERICS[mode], platform, chosen, cache or default_cache())
+    return Ops(NUMERICS[mode], platform, {name: chosen[name] for name in OPS}, cache or default_cache())
+
+
+def _apart(implementation: Implementation, chosen: Mapping[str, Implementation]) -> str | None:
+    """Why an implementation does not go with those chosen, in one sentence; None where it does."""
+    for other in chosen.values():
+        together = implementation.partner == other.op or other.partner == implementation.op
+        if together and other.backend != implementation.backend:
+            return f"goes with {other.op} of the same backend, and that is {other.backend}"
+    return None
 
 
 def _candidates(name: str, wanted: str | None, backend: str) -> tuple[Implementation, ...]:

@@ -53,7 +53,8 @@ class Implementation:
     being named. ``tolerance``: where it differs from the operation's. ``bound``, given the function and the kernel
     cache, is how the function reads its compiled kernels from there. ``composed``: the function is made of other
     operations and takes the namespace of those chosen in place of the numerics. ``copies``: it computes with copies of
-    its weights, so that what is written into them after its first call is not seen.
+    its weights, so that what is written into them after its first call is not seen. ``partner``: another operation that
+    has to come from the same backend, because one reads what the other lays out.
     """
 
     op: str
@@ -68,3 +69,4 @@ class Implementation:
     bound: Callable[[Callable[..., Any], Path], Callable[..., Any]] | None = None
     composed: bool = False
     copies: bool = False
+    partner: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,13 @@ def test_dense_weights_hold_their_elements():
     assert wide == 2 * elements + 2 * f32  # f32 tensors stay what they are
 
 
+def test_packed_experts_are_as_stored_beside_dense_weights():
+    dense, stored = (m.plan_memory(CONFIG, replace(ONE, weight_bytes=w)) for w in (2, 0))
+    packed = m.plan_memory(CONFIG, replace(ONE, weight_bytes=2, packed_experts=True))
+    assert packed.of("routed experts") == stored.of("routed experts") < dense.of("routed experts")
+    assert packed.of("dense weights") == dense.of("dense weights") > stored.of("dense weights")
+
+
 def test_allowances_are_called_assumed():
     plan = m.plan_memory(CONFIG, replace(EP64, graphs=11))
     assert {i.name for i in plan.items if i.source == "assumed"} == {"graphs", "runtime"}
@@ -189,7 +197,7 @@ def test_index_keys_read_per_context_token():
 # --------------------------------------------------------------------- engine
 
 
-def test_plan_is_what_the_engine_holds():
+def test_plan_is_what_the_engine_holds(tmp_path: Path):
     """Bytes of all tensors that opening the embedded model leaves behind, against weights and KV of its plan."""
     import gc
     import warnings
@@ -208,7 +216,7 @@ def test_plan_is_what_the_engine_holds():
             tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
-    profile = load_profile("cpu-nano").profile
+    profile = load_profile("cpu-nano", [f"kernels.cache_dir={tmp_path}"]).profile  # nothing compiled: experts dense
     before = storages()
     engine = Engine.open(profile, model_dir(EMBEDDED))
     held = sum(nbytes for pointer, nbytes in storages().items() if pointer not in before)

@@ -369,8 +369,12 @@ def test_the_registry_lists_ascend_and_refuses_with_what_is_known():
         assert programs and not row.auto and row.platforms == {"ascend950"}
         assert families.LABEL in (row.missing(None) or "")
         assert "no step of this engine runs on an NPU" in (why_not(row, "fast", "ascend950") or "")
-    with pytest.raises(KernelError, match="not on ascend950"):
-        resolve("fast", "ascend950", {"rms_norm": "ascend"})
+    with pytest.raises(KernelError, match=r"^\w+: .*not on ascend950"):
+        resolve("fast", "ascend950")
+    for named, said in (("rms_norm", "no step of this engine runs on an NPU"), ("linear", "not on ascend950")):
+        with pytest.raises(KernelError, match=said) as refused:
+            resolve("fast", "ascend950", {named: "ascend" if named == "rms_norm" else "reference"})
+        assert refused.value.op == named, "not of an operation that nobody named"
     row = next(i for i in IMPLEMENTATIONS["rms_norm"] if i.backend == "ascend")
     with pytest.raises(RuntimeError, match="rms_norm on ascend950: compiles to AscendC source"):
         row.fn(FAST, torch.zeros(1, 4), torch.ones(4), 1e-6)

@@ -8,15 +8,14 @@ import torch.nn.functional as F
 
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank, swiglu
-from deepinfer_kernels.registry import IMPLEMENTATIONS, resolve
+from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops, resolve
 
 #: those of other devices have tests of their own
 ON_CPU = [i for i in IMPLEMENTATIONS["moe_experts"] if "cpu" in i.platforms]
 
 
-def bank(mode: str, slots: int, hidden: int, width: int) -> ExpertBank:
+def bank(ops: Ops, slots: int, hidden: int, width: int) -> ExpertBank:
     torch.manual_seed(3)
-    ops = resolve(mode, "cpu")
     made = []
     for out, inner in ((width, hidden), (width, hidden), (hidden, width)):
         packed = torch.randint(0, 256, (slots, out, inner // 2), dtype=torch.uint8).view(torch.int8)
@@ -39,7 +38,8 @@ def oracle(rows, slots_TK, weights_TK, b: ExpertBank, shared, limit):
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 def test_dispatch_experts_combine_equal_the_token_by_token_oracle(tokens):
-    ops, b = resolve("float", "cpu"), bank("float", 8, 64, 32)
+    ops = resolve("float", "cpu")
+    b = bank(ops, 8, 64, 32)
     torch.manual_seed(tokens)
     x, shared = torch.randn(tokens, 64), torch.randn(tokens, 64)
     slots = torch.stack([torch.randperm(8)[:3] for _ in range(tokens)])
@@ -56,15 +56,16 @@ def test_dispatch_experts_combine_equal_the_token_by_token_oracle(tokens):
 @pytest.mark.parametrize("implementation", ON_CPU, ids=lambda i: i.backend)
 @pytest.mark.parametrize("counts", [[3, 0, 0, 5], [0, 0, 0, 1], [16, 1, 1, 2]])
 def test_every_implementation_of_the_experts_agrees_with_the_reference(implementation, counts, request):
-    if implementation.backend == "cpu":  # skips where there is no compiler
-        assert implementation.missing(request.getfixturevalue("kernel_cache")) is None
+    # skips where there is no compiler
+    cache = request.getfixturevalue("kernel_cache") if implementation.backend == "cpu" else None
     mode = "fast" if "fast" in implementation.numerics else "reference"
-    ops, b = resolve(mode, "cpu"), bank(mode, 4, 64, 32)
+    ops = resolve(mode, "cpu", {"moe_experts": implementation.backend}, cache=cache)
+    b = bank(ops, 4, 64, 32)
     torch.manual_seed(7)
     rows = torch.randn(sum(counts), 64).to(ops.numerics.act)
     weight = torch.rand(sum(counts))
     reference = resolve(mode, "cpu", {"moe_experts": "reference"}).moe_experts
-    mine = implementation.fn(ops.numerics, rows, torch.tensor(counts), b, weight, 10.0).float()
+    mine = ops.moe_experts(rows, torch.tensor(counts), b, weight, 10.0).float()
     want = reference(rows, torch.tensor(counts), b, weight, 10.0).float()
     assert torch.isfinite(mine).all()
     assert ((mine - want).norm() / want.norm()) < 5e-3

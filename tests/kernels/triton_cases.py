@@ -163,7 +163,7 @@ def on_device(value: Any) -> Any:
         return value.to(DEVICE)
     if isinstance(value, Weight):
         scale = None if value.scale is None else on_device(value.scale)
-        return Weight(on_device(value.data), value.kind, scale, value.halves, value.shape)
+        return Weight(on_device(value.data), value.kind, scale, value.shape)
     if isinstance(value, ExpertBank):
         return ExpertBank(*(on_device(w) for w in (value.w1, value.w3, value.w2)))
     if isinstance(value, dict):

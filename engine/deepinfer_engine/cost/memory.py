@@ -35,9 +35,10 @@ Placement = Literal["device", "host", "mmap"]
 class Deployment:
     """What decides the bytes of a rank. ``kv_tokens`` is block KV capacity, ``drafts`` is 0 without speculation.
 
-    ``weight_bytes`` 0 keeps the stored formats; 2 or 4 holds every linear dense. ``records`` False keeps cache rows
-    in f32. ``replicas`` counts window copies per row that are kept for the pool. ``graphs`` is the number of captured
-    batch sizes. ``fused`` False materialises the keys that attention gathers, as the torch reference does.
+    ``weight_bytes`` 0 keeps the stored formats; 2 or 4 holds every linear dense, but routed experts where they are
+    ``packed_experts``. ``records`` False keeps cache rows in f32. ``replicas`` counts window copies per row that are
+    kept for the pool. ``graphs`` is the number of captured batch sizes. ``fused`` False materialises the keys that
+    attention gathers, as the torch reference does.
     """
 
     ranks: int
@@ -50,6 +51,7 @@ class Deployment:
     drafts: int = 0
     engram: Placement = "host"
     weight_bytes: int = 0
+    packed_experts: bool = False
     records: bool = True
     replicas: int = 0
     graphs: int = 0
@@ -136,7 +138,7 @@ def _held(family: Family, weight_bytes: int) -> int:
 
 def _weights(config: ModelConfig, d: Deployment) -> list[Item]:
     c, wide = config, d.weight_bytes
-    per_slot = expert_bytes(c, wide)
+    per_slot = expert_bytes(c, 0 if d.packed_experts else wide)
     items = [
         Item("dense weights", "device", dense_bytes(c, groups=("backbone",), weight_bytes=wide), "computed"),
         Item("routed experts", "device", d.slots_per_rank * per_slot * c.num_hidden_layers, "computed",

@@ -98,8 +98,8 @@ class DeploymentPlan:
 def deployment_of(profile: Profile, config: ModelConfig) -> Deployment:
     """What of a profile decides bytes.
 
-    On a CPU all ranks share one process, so they are one rank here, and weights are dense as in the torch reference;
-    accelerators keep the stored formats under ``fast``.
+    On a CPU all ranks share one process, so they are one rank here, and weights are dense as in the torch reference,
+    whether or not kernels are built; accelerators keep the stored formats under ``fast``.
     """
     p, on_cpu = profile, profile.hardware.platform == "cpu"
     shared = p.parallel.dp if on_cpu else 1
@@ -182,7 +182,11 @@ def _fits(config: ModelConfig, d: Deployment, have: int) -> Sequence[Fit]:
 def _notes(profile: Profile, config: ModelConfig, d: Deployment, have: int | None) -> Sequence[str]:
     notes = []
     if d.weight_bytes:
-        notes.append(f"weights are held dense, {d.weight_bytes} bytes an element: no kernel here reads stored formats")
+        text = f"weights are held dense, {d.weight_bytes} bytes an element"
+        if profile.hardware.platform == "cpu" and profile.numerics.mode == "fast":
+            packed = plan_memory(config, replace(d, packed_experts=True)).device_bytes
+            text += f"; compiled operations keep routed experts as stored: {packed / GIB:.2f} GiB in all"
+        notes.append(text)
     else:
         wide = plan_memory(config, replace(d, weight_bytes=_WORD_BYTES[profile.numerics.mode])).device_bytes
         text = f"{wide / GIB:.1f} GiB per rank in all"

@@ -16,7 +16,7 @@ EXPORT void index_scores(const uint16_t* iq, const uint16_t* iw, const uint16_t*
             const int64_t most = std::min(n, *std::max_element(visible + first, visible + last));
             for (int64_t k = 0; k < most; k += TILE_KEYS) {
                 const int64_t across = std::min(TILE_KEYS, most - k);
-                panel_product(iq + first * N * Di, Di, (last - first) * N, keys + k * Di, Di, across, Di, dot, ld);
+                panel_product(iq + first * N * Di, Di, (last - first) * N, Rows{keys + k * Di, Di}, across, Di, dot, ld);
                 for (int64_t c = first; c < last; c++) {
                     const float* mine = dot + (c - first) * N * ld;
                     const int64_t seen = std::min(across, visible[c] - k);

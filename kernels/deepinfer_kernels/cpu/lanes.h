@@ -122,7 +122,8 @@ INLINE F16 load_bf16(const uint16_t* p, int64_t n) {
 INLINE F16 load_f32(const float* p, int64_t n) { return n >= 16 ? load<F16>(p) : load_some<F16>(p, n); }
 INLINE void store_bf16(uint16_t* p, F16 x, int64_t n) {
     H16 h = to_bf16(x);
-    std::memcpy(p, &h, 2 * (n < 16 ? n : 16));
+    if (n >= 16) std::memcpy(p, &h, 32);  // a constant size: an instruction, not a call
+    else std::memcpy(p, &h, 2 * n);
 }
 
 // The largest lane; NaN if all are.
@@ -207,7 +208,10 @@ template <int use> U16* aligned_scratch(int64_t n) {
     return (U16*)((at + sizeof(U16) - 1) / sizeof(U16) * sizeof(U16));
 }
 
-INLINE void put_lanes(float* y, F16 v, int64_t n) { std::memcpy(y, &v, 4 * n); }
+INLINE void put_lanes(float* y, F16 v, int64_t n) {
+    if (n >= 16) std::memcpy(y, &v, 64);
+    else std::memcpy(y, &v, 4 * n);
+}
 INLINE void put_lanes(uint16_t* y, F16 v, int64_t n) { store_bf16(y, v, n); }
 
 #ifdef HALF_LANES

@@ -2,7 +2,7 @@
 #include "panel.h"
 
 EXPORT void linear_bf16(const uint16_t* x, const uint16_t* w, uint16_t* y, int64_t rows, int64_t outs, int64_t in) {
-    panel_product(x, in, rows, w, in, outs, in, y, outs);
+    panel_product(x, in, rows, Rows{w, in}, outs, in, y, outs);
 }
 
 EXPORT void linear_f32(const float* x, const float* w, float* y, int64_t rows, int64_t outs, int64_t in) {
@@ -13,9 +13,10 @@ EXPORT void linear_f32(const float* x, const float* w, float* y, int64_t rows, i
 EXPORT void linear_grouped(const uint16_t* x, const uint16_t* w, uint16_t* y, int64_t rows, int64_t groups,
                            int64_t outs, int64_t in) {
     for (int64_t g = 0; g < groups; g++)
-        panel_product(x + g * in, groups * in, rows, w + g * outs * in, in, outs, in, y + g * outs, groups * outs);
+        panel_product(x + g * in, groups * in, rows, Rows{w + g * outs * in, in}, outs, in, y + g * outs,
+                      groups * outs);
 }
 
 EXPORT void head_logits(const uint16_t* h, const uint16_t* w, float* y, int64_t rows, int64_t outs, int64_t in) {
-    panel_product(h, in, rows, w, in, outs, in, y, outs);
+    panel_product(h, in, rows, Rows{w, in}, outs, in, y, outs);
 }

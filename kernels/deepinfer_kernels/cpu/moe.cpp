@@ -1,7 +1,7 @@
 // Router, routed experts, shared expert, and the permutation around them.
 #include <algorithm>
 #include <cmath>
-#include "panel.h"
+#include "packed.h"
 
 // x [T, H] bf16, weight [E, H] f32, bias [E] or one row per token (stride E) -> ids [T, k] ascending, w [T, k]
 EXPORT void gate_topk(const uint16_t* x, const float* weight, const float* bias, int64_t bias_stride, int64_t* ids,
@@ -55,39 +55,48 @@ INLINE void swiglu(uint16_t* g, const uint16_t* u, int64_t I, float limit, float
     }
 }
 
+INLINE void into(const uint16_t* x, int64_t rows, const Rows& w, int64_t outs, int64_t K, uint16_t* y) {
+    panel_product(x, K, rows, w, outs, K, y, outs);
+}
+INLINE void into(const uint16_t* x, int64_t rows, const Packed& w, int64_t outs, int64_t K, uint16_t* y) {
+    packed_product(x, K, rows, w, outs, y, outs);
+}
+
 // One expert on rows of x [rows, H]: w1, w3 [I, H], w2 [H, I], factor [rows] or null -> y [rows, H]
-static void expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, const uint16_t* w2, const float* factor,
-                   uint16_t* y, int64_t rows, int64_t H, int64_t I, float limit) {
+template <class W>
+static void expert(const uint16_t* x, const W& w1, const W& w3, const W& w2, const float* factor, uint16_t* y,
+                   int64_t rows, int64_t H, int64_t I, float limit) {
     const int64_t block = 64;  // rows whose intermediate values stay in the first cache
     uint16_t* g = scratch<uint16_t, 3>(block * I);
     uint16_t* u = scratch<uint16_t, 4>(block * I);
     for (int64_t r = 0; r < rows; r += block) {
         const int64_t n = rows - r < block ? rows - r : block;
-        panel_product(x + r * H, H, n, w1, H, I, H, g, I);
-        panel_product(x + r * H, H, n, w3, H, I, H, u, I);
+        into(x + r * H, n, w1, I, H, g);
+        into(x + r * H, n, w3, I, H, u);
         for (int64_t i = 0; i < n; i++) swiglu(g + i * I, u + i * I, I, limit, factor ? factor[r + i] : 1.0f);
-        panel_product(g, I, n, w2, I, H, I, y + r * H, H);
+        into(g, n, w2, H, I, y + r * H);
     }
 }
 
-// x [M, H] sorted by slot, counts [S], weights [S, ...], factor [M] -> y [M, H]; returns the sum of the counts, and
-// computes nothing where that is not M
-EXPORT int64_t moe_experts(const uint16_t* x, const int64_t* counts, const uint16_t* w1, const uint16_t* w3,
-                           const uint16_t* w2, const float* factor, uint16_t* y, int64_t M, int64_t S, int64_t H,
-                           int64_t I, float limit) {
+// x [M, H] sorted by slot, counts [S], codes and scales of [S, I, H] twice and [S, H, I], factor [M] -> y [M, H];
+// returns the sum of the counts, and computes nothing where that is not M
+EXPORT int64_t moe_experts(const uint16_t* x, const int64_t* counts, const uint8_t* w1, const uint8_t* s1,
+                           const uint8_t* w3, const uint8_t* s3, const uint8_t* w2, const uint8_t* s2,
+                           const float* factor, uint16_t* y, int64_t M, int64_t S, int64_t H, int64_t I, float limit) {
+    const Packed gate{w1, s1, H}, up{w3, s3, H}, down{w2, s2, I};
     int64_t start = 0, total = 0;
     for (int64_t s = 0; s < S; s++) total += counts[s];
     if (total != M) return total;
     for (int64_t s = 0; s < S; start += counts[s], s++)
         if (counts[s])
-            expert(x + start * H, w1 + s * I * H, w3 + s * I * H, w2 + s * H * I, factor + start, y + start * H,
-                   counts[s], H, I, limit);
+            expert(x + start * H, gate.at(s, I), up.at(s, I), down.at(s, H), factor + start, y + start * H, counts[s],
+                   H, I, limit);
     return total;
 }
 
 EXPORT void shared_expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, const uint16_t* w2, uint16_t* y,
                           int64_t rows, int64_t H, int64_t I, float limit) {
-    expert(x, w1, w3, w2, nullptr, y, rows, H, I, limit);
+    expert(x, Rows{w1, H}, Rows{w3, H}, Rows{w2, I}, nullptr, y, rows, H, I, limit);
 }
 
 // y [T * k, H] in slot order, order [T * k], shared [T, H] -> out [T, H]; f32 sum in order of the choices

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64
-from deepinfer_kernels.reference.linear import Weight
+from deepinfer_kernels.reference import linear
+from deepinfer_kernels.reference.linear import PANEL, Kind, Weight, in_panels
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(
     "moe",
     gate_topk="pppippiiiiwff",
-    moe_experts="pppppppiiiif>i",
+    moe_experts="ppppppppppiiiif>i",
     shared_expert="pppppiiif",
     moe_combine="ppppiii",
     dispatch_permute="ppppiii>i",
@@ -35,19 +36,40 @@ def gate_topk(
     return ids, w
 
 
+def prepare_weight(num: Numerics, data: Tensor, scale: Tensor | None, kind: Kind) -> Weight:
+    """Panels of the bytes of the checkpoint for fp4, which only experts have; the reference's matrix for the rest."""
+    if kind != "fp4" or data.shape[-2] % PANEL:
+        return linear.prepare_weight(num, data, scale, kind)
+    assert scale is not None
+    codes, scales = in_panels(data, scale)
+    return Weight(codes, kind, scales, (data.shape[-2], 2 * data.shape[-1]), panels=True)
+
+
+def _stack(weight: Weight, *sizes: int) -> tuple[int, int]:
+    """Where codes and scales of a stack [S, out, in] of panels are."""
+    if not weight.panels or weight.scale is None or (weight.data.shape[0], *weight.sizes) != sizes:
+        kept = "panels" if weight.panels else "a matrix"
+        raise ValueError(
+            f"expert weights {tuple(weight.data.shape[:1])} x {weight.sizes} as {kept}, not {sizes} as panels"
+        )
+    return weight.data.data_ptr(), weight.scale.data_ptr()
+
+
 def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float) -> Tensor:
-    """Expert outputs [M, H] of ``rows`` [M, H] sorted by slot; ``counts`` [S] int64 rows per slot; weight [M]."""
+    """Expert outputs [M, H] of ``rows`` [M, H] sorted by slot; ``counts`` [S] int64 rows per slot; weight [M].
+
+    Weights are decoded where they are multiplied; nothing but what ``prepare_weight`` left is kept of them.
+    """
     x, counts, weight = bf16(rows), i64(counts), f32(weight)
-    w1, w3, w2 = bf16(bank.w1.dense), bf16(bank.w3.dense), bf16(bank.w2.dense)
-    (M, H), (S, I) = x.shape, w1.shape[:2]  # noqa: E741 — I is the expert width
-    if w1.shape != (S, I, H) or w3.shape != w1.shape or w2.shape != (S, H, I) or counts.shape != (S,):
-        shapes = [tuple(t.shape) for t in (w1, w3, w2, counts)]
-        raise ValueError(f"rows {(M, H)}, weights and counts {shapes}")
-    if weight.shape != (M,):
-        raise ValueError(f"{M} rows, routing weights {tuple(weight.shape)}")
+    (M, H), S, I = x.shape, bank.w1.data.shape[0], bank.w1.sizes[0]  # noqa: E741 — I is the expert width
+    at = (*_stack(bank.w1, S, I, H), *_stack(bank.w3, S, I, H), *_stack(bank.w2, S, H, I))
+    if counts.shape != (S,) or weight.shape != (M,):
+        shapes = tuple(counts.shape), tuple(weight.shape)
+        raise ValueError(f"{M} rows of {S} slots, counts and routing weights {shapes}")
     y = torch.empty_like(x)
-    at = [t.data_ptr() for t in (x, counts, w1, w3, w2, weight, y)]
-    total = LIBRARY.moe_experts(*at, M, S, H, I, limit)
+    total = LIBRARY.moe_experts(
+        x.data_ptr(), counts.data_ptr(), *at, weight.data_ptr(), y.data_ptr(), M, S, H, I, limit
+    )
     if total != M:
         raise ValueError(f"{M} rows, but the counts add up to {total}")
     return y
@@ -88,4 +110,4 @@ def dispatch_permute(num: Numerics, slots: Tensor, num_slots: int) -> tuple[Tens
     return token, order, counts
 
 
-OPERATIONS = (gate_topk, moe_experts, shared_expert, moe_combine, dispatch_permute)
+OPERATIONS = (gate_topk, prepare_weight, moe_experts, shared_expert, moe_combine, dispatch_permute)

@@ -49,6 +49,15 @@ INLINE void turn_panel(const uint16_t* w, int64_t ldw, int64_t outs, int64_t K, 
         }
 }
 
+// Weights as bf16 rows.
+struct Rows {
+    const uint16_t* w;
+    int64_t ld;
+
+    // sixteen outputs from ``o`` on, of which there are ``outs``
+    void panel(int64_t o, int64_t outs, int64_t K, float* out) const { turn_panel(w + o * ld, ld, outs, K, out); }
+};
+
 // The first n of eight lanes, at most all.
 INLINE void put_half(float* y, __m256 v, int64_t n) {
     if (n >= 8) return _mm256_storeu_ps(y, v);
@@ -105,10 +114,10 @@ void panel_group(const float* x, int64_t ldx, const float* panel, int64_t ldp, i
         panel_tile<R, V>(x, ldx, panel + o / 16 * ldp, ldp, K, y + o, ldy, outs - o < 16 * V ? outs - o : 16 * V);
 }
 
-// y[r, o] = x[r] . w[o] in f32, rounded to Y; arguments as for ``product``
-template <class Y>
-void panel_product(const uint16_t* x, int64_t ldx, int64_t rows, const uint16_t* w, int64_t ldw, int64_t outs,
-                   int64_t K, Y* y, int64_t ldy) {
+// y[r, o] = x[r] . w[o] in f32, rounded to Y; arguments as for ``product``, weights as Rows or the like
+template <class W, class Y>
+void panel_product(const uint16_t* x, int64_t ldx, int64_t rows, const W& w, int64_t outs, int64_t K, Y* y,
+                   int64_t ldy) {
     const int64_t deep = (K + 7) / 8 * 8, ldp = deep * 16, most = 96;  // rows that stay in the second cache
     float* panel = (float*)aligned_scratch<9>(deep * 4 + 4);           // up to 64 outputs, in vectors of sixteen f32
     float* wide_rows = scratch<float, 10>((rows < most ? rows : most) * K);
@@ -119,7 +128,7 @@ void panel_product(const uint16_t* x, int64_t ldx, int64_t rows, const uint16_t*
         for (int64_t o = 0; o < outs; o += 64) {
             const int64_t across = outs - o < 64 ? outs - o : 64;
             for (int64_t v = 0; v < across; v += 16)
-                turn_panel(w + (o + v) * ldw, ldw, across - v < 16 ? across - v : 16, K, panel + v / 16 * ldp);
+                w.panel(o + v, across - v < 16 ? across - v : 16, K, panel + v / 16 * ldp);
             const int64_t filled = (across + 15) / 16;  // a tile of few rows reads four panels
             std::fill(panel + filled * ldp, panel + 4 * ldp, 0.0f);
             const float* at = wide_rows;
@@ -167,6 +176,17 @@ INLINE void turn_panel(const uint16_t* w, int64_t ldw, int64_t outs, int64_t K, 
     }
 }
 
+// Weights as bf16 rows.
+struct Rows {
+    const uint16_t* w;
+    int64_t ld;
+
+    // sixteen outputs from ``o`` on, of which there are ``outs``
+    void panel(int64_t o, int64_t outs, int64_t K, U16* out, int64_t step) const {
+        turn_panel(w + o * ld, ld, outs, K, out, step);
+    }
+};
+
 template <int R, int V, class Y>
 INLINE void panel_tile(const uint16_t* x, int64_t ldx, const U16* panel, int64_t K, Y* y, int64_t ldy, int64_t outs) {
     F16 total[R * V] = {};
@@ -212,17 +232,17 @@ void panel_rows(const uint16_t* x, int64_t ldx, int64_t rows, const U16* panel, 
     for (; r < rows; r++) panel_tile<1, V>(x + r * ldx, ldx, panel, K, y + r * ldy, ldy, outs);
 }
 
-// y[r, o] = x[r] . w[o] in f32, rounded to Y; arguments as for ``product``
-template <class Y>
-void panel_product(const uint16_t* x, int64_t ldx, int64_t rows, const uint16_t* w, int64_t ldw, int64_t outs,
-                   int64_t K, Y* y, int64_t ldy) {
+// y[r, o] = x[r] . w[o] in f32, rounded to Y; arguments as for ``product``, weights as Rows or the like
+template <class W, class Y>
+void panel_product(const uint16_t* x, int64_t ldx, int64_t rows, const W& w, int64_t outs, int64_t K, Y* y,
+                   int64_t ldy) {
     if (rows == 0) return;
     U16* panel = aligned_scratch<9>((K + 1) / 2 * 4);
     for (int64_t o = 0; o < outs; o += 64) {
         const int64_t wide = outs - o < 64 ? outs - o : 64, vectors = (wide + 15) / 16;
         for (int64_t v = 0; v < vectors; v++) {
             const int64_t left = wide - 16 * v;
-            turn_panel(w + (o + 16 * v) * ldw, ldw, left < 16 ? left : 16, K, panel + v, vectors);
+            w.panel(o + 16 * v, left < 16 ? left : 16, K, panel + v, vectors);
         }
         if (vectors == 4) panel_rows<4>(x, ldx, rows, panel, K, y + o, ldy, wide);
         if (vectors == 3) panel_rows<3>(x, ldx, rows, panel, K, y + o, ldy, wide);

@@ -24,16 +24,15 @@ class Weight:
     """A prepared weight [..., out, in] and the kind that says how its input is treated.
 
     ``data`` holds the matrix itself, or with a ``scale`` the bytes of the checkpoint: E4M3 with an E8M0 scale per
-    32 × 32 tile (fp8), two E2M1 per byte with one per 32 of a row (fp4). ``halves``: a byte of the latter holds the
-    codes of inputs k and k + 16 of its 32 instead of neighbours. ``shape``: the rows and inputs of a matrix whose bytes
-    and scales lie as ``in_tiles`` puts them.
+    32 × 32 tile (fp8), two E2M1 per byte with one per 32 of a row (fp4). ``shape``: the rows and inputs of a matrix
+    whose bytes and scales lie as ``in_tiles`` puts them, or with ``panels`` as ``in_panels`` does.
     """
 
     data: Tensor
     kind: Kind
     scale: Tensor | None = None
-    halves: bool = False
     shape: tuple[int, int] | None = None
+    panels: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -56,28 +55,45 @@ class Weight:
         """Bytes and scales of an fp8 or fp4 matrix as in the checkpoint."""
         assert self.scale is not None
         if self.shape is None:
-            return in_neighbours(self.data) if self.halves else self.data, self.scale
+            return self.data, self.scale
+        if self.panels:
+            return out_of_panels(self.data, self.scale)
         return in_rows(self.data, self.scale, self.kind, *self.shape)
 
     def grouped(self, groups: int) -> Weight:
         """[G · out, in] as [G, out, in], on the same memory."""
         rows = self.data.shape[0] if self.shape is None else self.shape[0]
-        tile = TILE if self.shape is not None else 32 if self.kind == "fp8" else 1
+        tile = PANEL if self.panels else TILE if self.shape is not None else 32 if self.kind == "fp8" else 1
         if self.scale is not None and rows % (groups * tile):
             return Weight(self.dense.unflatten(0, (groups, -1)), self.kind)  # a tile lies across two groups
         scale = None if self.scale is None else self.scale.unflatten(0, (groups, -1))
         shape = None if self.shape is None else (rows // groups, self.shape[1])
-        return Weight(self.data.unflatten(0, (groups, -1)), self.kind, scale, self.halves, shape)
+        return Weight(self.data.unflatten(0, (groups, -1)), self.kind, scale, shape, self.panels)
 
 
-def in_halves(packed: Tensor) -> Tensor:
-    """Packed E2M1 bytes [..., in/2] with the codes of inputs k and k + 16 of every 32 in one byte."""
-    return q.pack_nibbles(q.unpack_nibbles(packed).unflatten(-1, (-1, 2, 16)).mT.flatten(-3))
+#: outputs of a panel: the lanes of f32 in 64 bytes
+PANEL = 16
 
 
-def in_neighbours(packed: Tensor) -> Tensor:
-    """The inverse of ``in_halves``."""
-    return q.pack_nibbles(q.unpack_nibbles(packed).unflatten(-1, (-1, 16, 2)).mT.flatten(-3))
+def in_panels(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed E2M1 bytes [..., out, in/2] and scales [..., out, in/32] by panels of 16 outputs.
+
+    Codes [..., out/16, in/8, 64]: 32 bits of each output with eight inputs, 0, 2, 4, 6 from the lowest bits of the
+    lower half on and 1, 3, 5, 7 in the upper half. Scales [..., out/16, in/32, 16].
+    """
+    words = packed.view(torch.uint8).unflatten(-1, (-1, 4))
+    even = words & 15 | (words << 4 & 0xF0).roll(-1, -1)  # of bytes 0 and 2 those that are wanted
+    odd = words >> 4 | (words & 0xF0).roll(-1, -1)
+    halves = torch.cat((even[..., 0::2], odd[..., 0::2]), -1)
+    codes = halves.unflatten(-3, (-1, PANEL)).transpose(-3, -2).flatten(-2)
+    return codes.contiguous(), scale.view(torch.uint8).unflatten(-2, (-1, PANEL)).mT.contiguous()
+
+
+def out_of_panels(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of ``in_panels``."""
+    even, odd = codes.unflatten(-1, (PANEL, 2, 2)).transpose(-4, -3).flatten(-5, -4).unbind(-2)
+    low, high = even & 15 | odd << 4, even >> 4 | odd & 0xF0
+    return torch.stack((low, high), -1).flatten(-3), scale.mT.flatten(-3, -2).contiguous()
 
 
 #: tiles of an fp8 or fp4 matrix: rows and inputs of one, its 64 rows as (warp, half, row) and its 64 inputs as (step,

@@ -54,16 +54,17 @@ def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, w
     The routing weight is applied before the down projection, that is before its activation quantisation.
     """
     out = torch.empty_like(rows)
+    w1, w3, w2 = bank.w1.dense, bank.w3.dense, bank.w2.dense
     start = 0
     for slot, count in enumerate(counts.tolist()):
         if count == 0:
             continue
         part = slice(start, start + count)
         x = quantised_input(num, rows[part], bank.w1.kind)
-        g = num.round(matmul(x, bank.w1.dense[slot]))
-        u = num.round(matmul(x, bank.w3.dense[slot]))
+        g = num.round(matmul(x, w1[slot]))
+        u = num.round(matmul(x, w3[slot]))
         a = swiglu(num, g, u, limit, weight[part])
-        out[part] = num.round(matmul(quantised_input(num, a, bank.w2.kind), bank.w2.dense[slot]))
+        out[part] = num.round(matmul(quantised_input(num, a, bank.w2.kind), w2[slot]))
         start += count
     return out
 
