@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,12 @@ def build_vendor(
     source: Path | None,
     target: str | None,
     dry_run: bool,
+    note: Callable[[str], None],
     format: OutputFormat,
     out: Path | None,
 ) -> None:
     """Build a vendor library into the kernel cache, or say how. What is lacking ends with exit 3, a failure with 4."""
-    from deepinfer_kernels import cpp
+    from deepinfer_kernels.processes import BuildError
     from deepinfer_kernels.vendor import build
     from deepinfer_kernels.vendor.libraries import LIBRARIES
 
@@ -48,8 +50,8 @@ def build_vendor(
     done: list[Done] = []
     if not dry_run and not plan.lacking and not plan.built:
         try:
-            done = build.run(plan)
-        except cpp.CompilerError as exc:
+            done = build.run(plan, note)
+        except BuildError as exc:
             raise NotReadyError(str(exc), hint=exc.hint) from None
     _deliver(plan, done, dry_run, format, out)
     if plan.built:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +16,8 @@ from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
 
 if TYPE_CHECKING:
     from deepinfer_engine.config.schema import Profile
-    from deepinfer_kernels.cpp import Built, Source
+    from deepinfer_kernels.cpp import Source
+    from deepinfer_kernels.kernel_cache import Built
 
 _COLUMNS = ("op", "backend", "status", "seconds", "file", "reason")
 Row = tuple[str, str, str, float, str | None, str | None]
@@ -31,6 +34,7 @@ class Target(StrEnum):
 
 
 def command(
+    ctx: typer.Context,
     target: Annotated[
         Target | None,
         typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100), Ascend 950."),
@@ -89,12 +93,14 @@ def command(
       deepinfer build-kernels --vendor deep_gemm --target sm90 --dry-run
     """
     from deepinfer_engine.config.profile import load_profile
-    from deepinfer_kernels import cpp
+    from deepinfer_kernels.kernel_cache import default_cache
+    from deepinfer_kernels.processes import BuildError
 
     options.accept(format, *_FORMATS, verb="build-kernels")
     chosen = load_profile(profile, set_ or ()).profile
     named = chosen.kernels.cache_dir
-    cache = cpp.default_cache() if named is None else Path(named)
+    cache = default_cache() if named is None else Path(named)
+    note = partial(render.note, quiet=ctx.find_root().obj.quiet)
     if model is not None and (vendor is not None or target is Target.cpu):
         what = f"--vendor {vendor}" if vendor is not None else "--target cpu"
         raise UsageError(f"--model with {what}, whose kernels are for any shapes", hint="leave --model out")
@@ -104,7 +110,7 @@ def command(
 
         if ops is not None:
             raise UsageError("--ops with --vendor: a library is built as a whole", hint="leave --ops out")
-        build_vendor(vendor, cache, source=source, target=target, dry_run=dry_run, format=format, out=out)
+        build_vendor(vendor, cache, source=source, target=target, dry_run=dry_run, note=note, format=format, out=out)
         return
     if source is not None:
         raise UsageError("--source is the tree of a vendor library, and none is named", hint="add --vendor NAME")
@@ -112,12 +118,12 @@ def command(
         raise UsageError("neither --target nor --vendor is given", hint=f"--target is one of {', '.join(Target)}")
     try:
         if target is Target.cpu:
-            tools, rows = _for_cpu(ops, cache, dry_run)
+            tools, rows = _for_cpu(ops, cache, dry_run, note)
         elif target is Target.ascend950:
-            tools, rows = _for_ascend(ops, model, chosen, cache, dry_run)
+            tools, rows = _for_ascend(ops, model, chosen, cache, dry_run, note)
         else:
-            tools, rows = _for_gpu(str(target), ops, model, chosen, cache, dry_run)
-    except cpp.CompilerError as exc:
+            tools, rows = _for_gpu(str(target), ops, model, chosen, cache, dry_run, note)
+    except BuildError as exc:
         raise NotReadyError(str(exc), hint=exc.hint) from None
     if format is OutputFormat.json:
         content = {"target": str(target), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
@@ -140,21 +146,24 @@ def command(
         )
 
 
-def _for_cpu(ops: str | None, cache: Path, dry_run: bool) -> tuple[str, list[Row]]:
+Note = Callable[[str], None]
+
+
+def _for_cpu(ops: str | None, cache: Path, dry_run: bool, note: Note) -> tuple[str, list[Row]]:
     """(compiler, rows) of the C++ libraries."""
     from deepinfer_kernels import cpp
 
     wanted = _sources(ops)
     operations = {source.name: names for source, names in wanted}
     compiler = cpp.Compiler.find()
-    made = (cpp.plan if dry_run else cpp.build)([source for source, _ in wanted], compiler, cache)
+    made = (cpp.plan if dry_run else partial(cpp.build, note=note))([source for source, _ in wanted], compiler, cache)
     return f"{compiler.path} ({compiler.version})", [
         row for b in made for op in operations[b.name] for row in [_row(op, "cpu", b)]
     ]
 
 
 def _for_gpu(
-    platform: str, ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool
+    platform: str, ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool, note: Note
 ) -> tuple[str, list[Row]]:
     """(toolchains, rows) of the Triton and TileLang kernels for a model's shapes.
 
@@ -163,6 +172,7 @@ def _for_gpu(
     """
     from deepinfer_engine.model.kernel_shapes import kernel_shapes
     from deepinfer_engine.sim.models import find_model
+    from deepinfer_kernels import kernel_cache
     from deepinfer_kernels.tilelang import families as tilelang
     from deepinfer_kernels.triton import families as triton
 
@@ -174,8 +184,10 @@ def _for_gpu(
     sizes = kernel_shapes(find_model(model).config, profile)
     invariant = profile.numerics.batch_invariant
     found = shapes.launches(sizes, invariant=invariant)
+    do = kernel_cache.plan if dry_run else partial(kernel_cache.build, note=note)
     kernels = build.kernels((op, call) for op, call in found if op in wanted)
-    rows = [_row(b.op, "triton", b) for b in (build.plan if dry_run else build.build)(kernels, platform, cache)]
+    made = do(build.jobs(kernels, platform, cache))
+    rows = [_row(k.op, "triton", b) for k, b in zip(kernels, made, strict=True)]
     tools = build.toolchain(platform)
     also = [name for names in tilelang.FAMILIES.values() for name in names if name in wanted]
     if not also:
@@ -190,11 +202,15 @@ def _for_gpu(
 
     calls = launches.launches(sizes, platform=platform, invariant=invariant)
     more = programs.kernels((op, call) for op, call in calls if op in also)
-    made = (programs.plan if dry_run else programs.build)(more, platform, cache)
-    return f"{tools}; {programs.toolchain()}", rows + [_row(b.op, "tilelang", b) for b in made]
+    made = do(programs.jobs(more, platform, cache))
+    return f"{tools}; {programs.toolchain()}", rows + [
+        _row(k.op, "tilelang", b) for k, b in zip(more, made, strict=True)
+    ]
 
 
-def _for_ascend(ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool) -> tuple[str, list[Row]]:
+def _for_ascend(
+    ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool, note: Note
+) -> tuple[str, list[Row]]:
     """(toolchain, rows) of the AscendC sources for a model's shapes, then of the operations that have none."""
     from deepinfer_engine.model.kernel_shapes import kernel_shapes
     from deepinfer_engine.sim.models import find_model
@@ -205,13 +221,8 @@ def _for_ascend(ops: str | None, model: str, profile: Profile, cache: Path, dry_
     needed = {name for op in wanted for name in families.OPERATIONS[op]}
     found = families.programs(kernel_shapes(find_model(model).config, profile))
     programs = [program for program in found if program.name in needed]
-    made = (build.plan if dry_run else build.build)(programs, cache)
-    rows: list[Row] = [
-        (op, "ascend", b.status, round(b.seconds, 2), None if b.path is None else str(b.path), b.detail)
-        for b in made
-        for op in b.ops
-        if op in wanted
-    ]
+    made = build.plan(programs, cache) if dry_run else build.build(programs, cache, note)
+    rows = [_row(op, "ascend", b) for p, b in zip(programs, made, strict=True) for op in p.ops if op in wanted]
     if ops is None:
         rows += [(op, "reference", "skipped", 0.0, None, families.NO_FORM) for op in families.without_form()]
     return build.toolchain(), rows

@@ -13,8 +13,8 @@ from typing import Any
 
 from deepinfer_kernels import invariant, parts
 from deepinfer_kernels.ascend import families as ascend
-from deepinfer_kernels.cpp import default_cache
 from deepinfer_kernels.cpu.families import FAMILIES as COMPILED
+from deepinfer_kernels.kernel_cache import default_cache
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import (
     attention,

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from deepinfer_kernels.cpp import default_cache
+from deepinfer_kernels.kernel_cache import default_cache
 from deepinfer_kernels.reference import attention as ref_attention
 from deepinfer_kernels.reference import index as ref_index
 from deepinfer_kernels.reference import norm as ref_norm
@@ -410,10 +410,9 @@ def tilelang_in_place(cache: Path | None) -> Iterator[set[str]]:
         reason = tilelang.missing(module, cache)
         if reason is not None:
             raise SystemExit(f"{module} of tilelang: {reason}")
-        tilelang.folder = (cache or default_cache()) / tilelang.platform()
         made = importlib.import_module(f"deepinfer_kernels.tilelang.{module}")
         for name in names:
-            setattr(homes[name], name, getattr(made, name))
+            setattr(homes[name], name, tilelang.reading(getattr(made, name), cache or default_cache()))
     try:
         yield set(before)
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepinfer_kernels import kernel_cache
 from deepinfer_kernels.tilelang import attention, build, experts, families, index, launch
 from recipes.kernels import bench
 
@@ -59,10 +60,9 @@ def compile_all(cases: list[bench.Case], cache: Path) -> None:
         for case in cases:
             case.ours()()
             _tidy()
-    for built in build.build(build.kernels(found), platform, cache):
+    for built in kernel_cache.build(build.jobs(build.kernels(found), platform, cache)):
         if built.path is None:
             raise RuntimeError(f"{built.name}: {built.detail}")
-    families.folder = cache / platform
 
 
 def _tidy() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
         row: dict[str, Any] = {"name": case.name, "bytes": case.bytes, "flops": case.flops, "bound_us": bound}
         row["triton_us"] = bench._safely(lambda case=case: bench.timed(case.ours, case.bytes))
         _tidy()
-        with programs():
+        with programs(), families.from_folder(args.cache / families.platform()):
             row["us"] = bench._safely(lambda case=case: bench.timed(case.ours, case.bytes))
         _tidy()
         rows.append(row)

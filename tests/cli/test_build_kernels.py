@@ -7,6 +7,13 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +21,6 @@ import pytest
 from deepinfer_cli import main as cli
 from deepinfer_engine.eplb import native
 from deepinfer_kernels import cpp
-from deepinfer_kernels.cpu.binary import source
 from deepinfer_kernels.cpu.families import FAMILIES
 from deepinfer_kernels.triton import families as triton
 
@@ -176,13 +182,109 @@ def test_misspelt_operations_and_forms_are_usage_errors(capsys, cache):
     assert run(["--target", "tpu", *cache], capsys)[0] == 2
 
 
-def test_concurrent_builds_wait_for_each_other(compiler, tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
+@contextmanager
+def building(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process group of its own, as in a terminal, which has printed and ended when the block is left."""
+    command = [sys.executable, "-m", "deepinfer_cli", "build-kernels", "--set", f"kernels.cache_dir={tmp_path}/kernels"]
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    process = subprocess.Popen(
+        [*command, *args, "--format", "jsonl"], env=env, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
-    found = cpp.Compiler.find()
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(cpp.build, [source("norm")], found, tmp_path) for _ in range(2)]
-        assert sorted(r.result()[0].status for r in runs) == ["built", "cached"]
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for what a slow machine may take a while for."""
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to be")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has asked for its exit status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+#: a compiler that starts another process, notes its number in the file "child" and waits for it
+STUCK = 'echo half > "$out"; sleep 600 & echo $! > {0}/child.new; mv {0}/child.new {0}/child; wait'
+
+
+def test_two_commands_that_build_the_same_at_once_compile_it_once(compiler, tmp_path):
+    compiler(then=f'echo once >> {tmp_path}/log; until [ -e {tmp_path}/go ]; do sleep 0.05; done; echo built > "$out"')
+    wanted = ("--target", "cpu", "--ops", "rope")
+    with building(tmp_path, *wanted) as one:
+        eventually((tmp_path / "log").exists)
+        with building(tmp_path, *wanted) as other:
+            assert other.stderr is not None and "waiting for another build" in other.stderr.readline()
+            (tmp_path / "go").touch()
+            rows = [json.loads(process.communicate()[0]) for process in (one, other)]
+    assert [r["status"] for r in rows] == ["built", "cached"] and rows[0]["file"] == rows[1]["file"]
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(compiler, tmp_path, number):
+    compiler(then=STUCK.format(tmp_path))
+    with building(tmp_path, "--target", "cpu") as process:
+        eventually((tmp_path / "child").exists)
+        os.killpg(process.pid, number)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+    eventually(lambda: gone(int((tmp_path / "child").read_text())))
+    assert [p.name for p in (tmp_path / "kernels" / "cpu").iterdir()] == [".lock"]
+
+
+def test_nothing_that_a_killed_build_leaves_is_in_the_way_of_the_next(capsys, cache, compiler, tmp_path):
+    compiler(then=STUCK.format(tmp_path))
+    with building(tmp_path, "--target", "cpu", "--ops", "rope") as process:
+        eventually((tmp_path / "child").exists)
+        process.kill()
+        process.communicate()
+    assert any(p.suffix == ".part" for p in (tmp_path / "kernels" / "cpu").iterdir())
+    compiler()
+    code, out, _ = run(["--target", "cpu", "--ops", "rope", "--format", "jsonl", *cache], capsys)
+    made = json.loads(out)
+    assert (code, made["status"]) == (0, "built") and Path(made["file"]).read_text() == "built\n"
+    assert {p.name for p in Path(made["file"]).parent.iterdir()} == {".lock", Path(made["file"]).name}
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_an_interrupted_build_of_gpu_kernels_ends_its_processes(tmp_path):
+    needs_triton()
+    with building(tmp_path, "--target", "sm90") as process:
+        folder = tmp_path / "kernels" / "sm90"
+        eventually(lambda: any(folder.glob("*.cubin")))
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate()  # which ends when nobody holds the pipes any more
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize("change", ["source", "header", "flags", "compiler"])
+def test_whatever_a_library_is_made_of_makes_another_one(compiler, tmp_path, change):
+    def made(version: str, source: str, header: str, *flags: str) -> cpp.Built:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        (folder / "x.cpp").write_text(source)
+        (folder / "x.h").write_text(header)
+        compiler(version)
+        wanted = cpp.Source("x", folder / "x.cpp", flags, (folder / "x.h",))
+        [found] = cpp.build([wanted], cpp.Compiler.find(), tmp_path / "kernels")
+        return found
+
+    before = {"version": "1.0", "source": "int f;", "header": "int g;", "flags": "-O2"}
+    after = before | {"version" if change == "compiler" else change: "2"}
+    first, other, again = (made(*parts.values()) for parts in (before, after, before))
+    assert [b.status for b in (first, other, again)] == ["built", "built", "cached"]
+    assert first.path == again.path != other.path
 
 
 def test_a_model_is_refused_where_kernels_are_for_any_shapes(capsys: pytest.CaptureFixture[str]):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepinfer_kernels import kernel_cache
 from deepinfer_kernels.registry import IMPLEMENTATIONS
 from deepinfer_kernels.tilelang import families, launch
 from deepinfer_kernels.tilelang.experts import _FEW, _MANY
@@ -68,7 +69,8 @@ def test_a_program_compiles_for_a_gpu_that_is_not_there(tmp_path, program, sizes
     from deepinfer_kernels.tilelang import build
 
     call = launch.Call(program, tuple(sizes.items()))
-    [made] = build.build([build.Kernel("op", call)], platform, tmp_path)
+    jobs = build.jobs([build.Kernel("op", call)], platform, tmp_path)
+    [made] = kernel_cache.build(jobs)
     assert made.status == "built", made.detail
     assert made.path is not None and made.path.parent == tmp_path / platform
     assert made.path == launch.library(call, tmp_path / platform)
@@ -78,10 +80,8 @@ def test_a_program_compiles_for_a_gpu_that_is_not_there(tmp_path, program, sizes
     assert sass.count(" STL") <= SPILLS.get(program, 0), "registers are spilled"
     if program == "attention.attend_wide":  # else the assembler waits for each product before the next one
         assert sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") / 8
-    [again] = build.build([build.Kernel("op", call)], platform, tmp_path)
+    [again] = kernel_cache.build(jobs)
     assert (again.status, again.path) == ("cached", made.path)
-    made.path.write_bytes(b"damaged")
-    assert build.plan([build.Kernel("op", call)], platform, tmp_path)[0].status == "missing"
 
 
 def test_what_is_announced_is_what_the_modules_hold():
@@ -102,9 +102,11 @@ def test_importing_the_operations_imports_no_tilelang():
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
 
-def test_a_kernel_that_was_not_built_is_named_with_the_command_that_builds_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(families, "folder", tmp_path / "sm90")
-    with pytest.raises(launch.NotBuilt, match=r"attention\.join\(N=3, D=64\).*build-kernels --target sm90"):
+def test_a_kernel_that_was_not_built_is_named_with_the_command_that_builds_it(tmp_path):
+    with (
+        families.from_folder(tmp_path / "sm90"),
+        pytest.raises(launch.NotBuilt, match=r"attention\.join\(N=3, D=64\).*build-kernels --target sm90"),
+    ):
         launch.launch("attention.join", dict(N=3, D=64), torch.empty(1))
 
 

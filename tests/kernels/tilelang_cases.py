@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import kernel_cache
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import attention as reference
 from deepinfer_kernels.reference import quantise
@@ -24,7 +25,7 @@ SHAPES = [(4, 64), (64, 512), (40, 512), (70, 64), (64, 128)]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def built(cases_cache: Path) -> None:
+def built(cases_cache: Path) -> Iterator[None]:
     """Every program of these cases, compiled side by side."""
     found: list[tuple[str, launch.Call]] = []
     platform = families.platform()
@@ -33,9 +34,10 @@ def built(cases_cache: Path) -> None:
             for T in (1, 500):
                 arguments = on(make(T, heads, width), torch.device("meta"))
                 attention.attend_cached(NUM, *arguments)
-    made = build.build(build.kernels(found), platform, cases_cache)
+    made = kernel_cache.build(build.jobs(build.kernels(found), platform, cases_cache))
     assert {b.status for b in made} <= {"built", "cached"}, [b.detail for b in made if b.path is None]
-    families.folder = cases_cache / platform
+    with families.from_folder(cases_cache / platform):
+        yield
 
 
 @contextmanager

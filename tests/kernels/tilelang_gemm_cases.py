@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import kernel_cache
 from deepinfer_kernels.ops import OPS
 from deepinfer_kernels.reference import index as reference_index
 from deepinfer_kernels.reference import moe as reference_moe
@@ -35,7 +36,7 @@ HEADS = [(32, 128), (8, 64)]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def built(cases_cache: Path) -> None:
+def built(cases_cache: Path) -> Iterator[None]:
     """Every program of these cases, compiled side by side."""
     found: list[tuple[str, launch.Call]] = []
     platform = families.platform()
@@ -48,9 +49,10 @@ def built(cases_cache: Path) -> None:
         for heads, width in HEADS:
             for C in (1, 2, 4, 8, 16, 32):
                 index.index_scores(NUM, *on(make_scores(1, C, heads, 9, width), "meta"))
-    made = build.build(build.kernels(found), platform, cases_cache)
+    made = kernel_cache.build(build.jobs(build.kernels(found), platform, cases_cache))
     assert {b.status for b in made} <= {"built", "cached"}, [b.detail for b in made if b.path is None]
-    families.folder = cases_cache / platform
+    with families.from_folder(cases_cache / platform):
+        yield
 
 
 def on(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:

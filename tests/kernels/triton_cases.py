@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from deepinfer_kernels.ops import OPS
@@ -571,14 +574,27 @@ def test_wrong_shapes_and_types_are_refused():
         TRITON.moe_experts(x, counts[:-1], bank, w, limit)
 
 
-def test_engines_with_different_kernel_caches_read_each_their_own(tmp_path, monkeypatch):
+def test_engines_with_different_kernel_caches_read_each_their_own_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(families, "_platform", lambda: "sm90")
-    monkeypatch.setattr(launch, "folder", None)
-    one, other = (Ops(NUMERICS["fast"], DEVICE, TRITON.chosen, tmp_path / name) for name in ("one", "other"))
     x, w = on_device(bf(2, 64)), on_device(torch.ones(64))
-    for ops, name in ((one, "one"), (other, "other"), (one, "one")):
-        ops.rms_norm(x, w, 1e-6)
-        assert launch.folder == str(tmp_path / name / "sm90" / "triton")
+    own, both = triton.knobs.cache.dir, threading.Barrier(2, timeout=60)
+
+    def looked_in(name: str) -> list[str | None]:
+        seen: list[str | None] = []
+
+        def record(_: launch.Call) -> None:
+            both.wait()
+            with launch.reading():
+                seen.append(triton.knobs.cache.dir)
+
+        with launch.recording(record):
+            Ops(NUMERICS["fast"], DEVICE, TRITON.chosen, tmp_path / name).rms_norm(x, w, 1e-6)
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(looked_in, ("one", "other")))
+    assert found == [[str(tmp_path / name / "sm90" / "triton")] for name in ("one", "other")]
+    assert triton.knobs.cache.dir == own
 
 
 def make_big(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -17,7 +17,8 @@ from deepinfer_engine.eplb.loops import NumpyWindow, Window
 from deepinfer_engine.eplb.moments import LayerMoments
 from deepinfer_engine.eplb.search import SearchRules, sharpness
 from deepinfer_engine.errors import NotReadyError
-from deepinfer_kernels import cpp
+from deepinfer_kernels import cpp, processes
+from deepinfer_kernels.kernel_cache import default_cache
 
 #: No reassociation and no contraction: the compiled loops must return the bits of the numpy ones. They make no
 #: infinity, no NaN and nothing that depends on the sign of a zero: minima and maxima may be single instructions.
@@ -49,7 +50,7 @@ def load(cache: Path | None = None, compiler: str | None = None) -> NativeLoops:
 
     Raises NotReadyError with the reason.
     """
-    cache = cache or cpp.default_cache()
+    cache = cache or default_cache()
     path = SOURCE.intact(cache) or _built(cache, compiler)
     try:
         return NativeLoops(ctypes.CDLL(str(path)))
@@ -61,7 +62,7 @@ def _built(cache: Path, compiler: str | None) -> Path:
     try:
         found = cpp.Compiler.find(compiler)
         (made,) = cpp.build([SOURCE], found, cache)
-    except cpp.CompilerError as e:
+    except processes.BuildError as e:
         raise NotReadyError(
             str(e), hint="install g++, give --cache-dir a writable folder, or plan with --loop numpy"
         ) from e

@@ -119,7 +119,7 @@ def check_programs(profile: Profile, checkpoint: Checkpoint, ops: Ops) -> None:
     chosen = {name for name, implementation in ops.chosen.items() if implementation.backend == "tilelang"}
     if not chosen:
         return
-    from deepinfer_kernels.cpp import default_cache
+    from deepinfer_kernels.kernel_cache import default_cache
     from deepinfer_kernels.tilelang.shapes import absent
 
     cache = default_cache() if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpp import Source, is_intact
+from deepinfer_kernels.cpp import Source
+from deepinfer_kernels.kernel_cache import is_intact
 
 #: -ffp-contract=off: a * b + c rounds twice everywhere, or a tile's edge could differ from its middle
 FLAGS = (

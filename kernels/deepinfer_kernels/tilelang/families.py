@@ -8,11 +8,13 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from deepinfer_kernels.cpp import default_cache
+from deepinfer_kernels.kernel_cache import default_cache
 
 #: module of operations → its operations
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -36,9 +38,8 @@ FASTER: dict[str, frozenset[str]] = {
 RELEASE = "0.1.15"
 #: releases of apache-tvm-ffi that this one was built against
 FFI = ((0, 1, 11), (0, 1, 13))
-#: where libraries that are not loaded yet are looked for, set by every operation of an engine: others, with another
-#: kernel cache, may live in this process
-folder: Path | None = None
+#: the folder of libraries while an operation of an engine runs; other engines may have others, in other threads
+folder: ContextVar[Path | None] = ContextVar("folder", default=None)
 
 
 def missing(module: str, cache: Path | None = None) -> str | None:
@@ -53,16 +54,25 @@ def missing(module: str, cache: Path | None = None) -> str | None:
 
 
 def reading(fn: Callable[..., Any], cache: Path) -> Callable[..., Any]:
-    """``fn``, with libraries that this process has not loaded yet taken from ``cache``."""
+    """``fn``, with libraries taken from ``cache``."""
     here = cache / platform()
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        global folder
-        folder = here
-        return fn(*args, **kwargs)
+        with from_folder(here):
+            return fn(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def from_folder(path: Path) -> Iterator[None]:
+    """Launches of this thread take libraries from ``path`` while it holds."""
+    before = folder.set(path)
+    try:
+        yield
+    finally:
+        folder.reset(before)
 
 
 def unusable() -> str | None:
@@ -87,9 +97,16 @@ def uncompilable() -> str | None:
         return "z3 is not installed: pip install 'deepinfer-cli[tilelang]'"
     if nvcc() is None:
         return "there is no nvcc in CUDA_HOME nor on the path: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
-    if shutil.which("g++") is None and shutil.which("gcc") is None:
-        return "there is no C compiler for the code that launches: apt install g++"
+    if host_compiler() is None:
+        return "there is no C++ compiler for the code that launches: apt install g++, or name one in CXX"
     return None
+
+
+def host_compiler() -> str | None:
+    """The compiler of the code that launches, as TileLang looks for it; None without one."""
+    named = os.environ.get("CXX") or os.environ.get("CC")
+    wanted = (named,) if named else ("g++", "gcc", "clang++", "clang", "c++", "cc")
+    return next(filter(None, map(shutil.which, wanted)), None)
 
 
 def nvcc() -> str | None:

@@ -9,11 +9,12 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer_kernels import cpp
+from deepinfer_kernels import kernel_cache
 from deepinfer_kernels.tilelang import families
 
 
@@ -38,18 +39,23 @@ class Call:
         return f"{self.program}-{families.source_key(self.module)}-{sizes}"
 
 
+#: functions by folder, program and sizes
 _loaded: dict[tuple, Any] = {}
-_recorder: list[tuple[Callable[[Call], None], str]] = []
+#: libraries by name, which holds a digest of the bytes: engines share those that their caches both have
+_libraries: dict[str, Any] = {}
+#: who is told of the launches of this thread instead, and the platform they would be for
+_recorder: ContextVar[tuple[Callable[[Call], None], str] | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
 def recording(record: Callable[[Call], None], platform: str) -> Iterator[None]:
-    """Hand launches to ``record`` instead of a device; operations may be called with tensors without memory."""
-    _recorder.append((record, platform))
+    """Hand this thread's launches to ``record`` instead of a device; operations may be called with tensors without
+    memory."""
+    before = _recorder.set((record, platform))
     try:
         yield
     finally:
-        _recorder.pop()
+        _recorder.reset(before)
 
 
 def launch(program: str, sizes: Mapping[str, int | str], *args: Any) -> None:
@@ -57,10 +63,11 @@ def launch(program: str, sizes: Mapping[str, int | str], *args: Any) -> None:
 
     Raises ``NotBuilt`` where the kernel cache has no library of these sizes.
     """
-    if _recorder:
-        _recorder[-1][0](Call(program, tuple(sizes.items())))
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder[0](Call(program, tuple(sizes.items())))
         return
-    key = (program, *sizes.values())
+    key = (families.folder.get(), program, *sizes.values())
     fn = _loaded.get(key)
     if fn is None:
         fn = _loaded[key] = _load(Call(program, tuple(sizes.items())))
@@ -69,29 +76,30 @@ def launch(program: str, sizes: Mapping[str, int | str], *args: Any) -> None:
 
 def platform() -> str:
     """What launches are for: sm90 or sm100."""
-    return _recorder[-1][1] if _recorder else families.platform()
+    recorder = _recorder.get()
+    return families.platform() if recorder is None else recorder[1]
 
 
-def library(call: Call, folder: Path, tools: str = "*") -> Path | None:
+def library(call: Call, folder: Path) -> Path | None:
     """The newest intact library of a call in a folder, by whichever toolchain; None without one."""
-    found = sorted(folder.glob(f"{call.stem()}-{tools}-*.so"), key=lambda p: (p.stat().st_mtime_ns, p.name))
-    return next((path for path in reversed(found) if cpp.is_intact(path)), None)
+    return kernel_cache.find(folder, f"{call.stem()}-*", "so")
 
 
 def _load(call: Call) -> Any:
-    folder = families.folder
+    folder = families.folder.get()
     path = None if folder is None else library(call, folder)
     if folder is None or path is None:
         target = "sm90 or sm100" if folder is None else folder.name
         sizes = ", ".join(f"{name}={value}" for name, value in call.sizes)
         raise NotBuilt(
-            f"no kernel {call.program}({sizes}) in {folder or cpp.default_cache()}: "
+            f"no kernel {call.program}({sizes}) in {folder or kernel_cache.default_cache()}: "
             f"deepinfer build-kernels --target {target} --model MODEL --profile PROFILE, those that are served"
         )
     import tvm_ffi
 
     _runtime()
-    return tvm_ffi.load_module(str(path))[call.program.partition(".")[2]]
+    loaded = _libraries.get(path.name) or _libraries.setdefault(path.name, tvm_ffi.load_module(str(path)))
+    return loaded[call.program.partition(".")[2]]
 
 
 def _runtime() -> None:

@@ -1,23 +1,21 @@
 """Compile kernels ahead of time for a GPU that need not be there.
 
-Two things are written under ``<cache>/<platform>``: a cubin per kernel, named by digests of what it is made of (its
-source and that of the functions it calls, the argument types, constants and options, the architecture, the versions
-of triton and ptxas) and of its bytes; and Triton's own cache, where the same launches find their kernels at run time.
+Two things are written under ``<cache>/<platform>``: a cubin per kernel, and Triton's own cache, where the same
+launches find their kernels at run time. The cubin's name holds the key of Triton's, a digest of what it is made of:
+its source and that of the functions it calls, the argument types, constants and options, the architecture, the sources
+of triton, the version of ptxas.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import importlib.metadata
-import multiprocessing
-import os
-import tempfile
-import time
+import json
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +26,10 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key
 
-from deepinfer_kernels import cpp
+from deepinfer_kernels.kernel_cache import Job
 from deepinfer_kernels.triton.launch import Call
 
 _POINTERS = {
@@ -86,17 +85,16 @@ class Kernel:
             attrs={(i,): [["tt.divisibility", 16]] for i in self.aligned},
         )
 
-    def key(self, platform: str, toolchain: str) -> str:
-        """Digest of everything the cubin depends on."""
-        parts = (self.source.hash(), platform, toolchain, self.options)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    def key(self, platform: str) -> str:
+        """Triton's own digest of everything the cubin depends on."""
+        source, backend = self.source, make_backend(_target(platform))
+        options = backend.parse_options(dict(self.options, **source.parse_options()))
+        variables = triton._C.libtriton.get_cache_invalidating_env_vars()
+        return hashlib.sha256(get_cache_key(source, backend, options, variables).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Built(cpp.Built):
-    """What became of one kernel; ``name``: its function, ``op``: the operation it is part of."""
-
-    op: str = ""
+def _target(platform: str) -> GPUTarget:
+    return GPUTarget("cuda", ARCHITECTURES[platform], 32)
 
 
 def toolchain(platform: str) -> str:
@@ -110,58 +108,31 @@ def kernels(launches: Iterable[tuple[str, Call]]) -> list[Kernel]:
     return list(dict.fromkeys(Kernel.of(op, call) for op, call in launches))
 
 
-def _find(kernel: Kernel, platform: str, tools: str, cache: Path) -> Path | None:
-    """The intact cubin of a kernel, None without one."""
-    found = (cache / platform).glob(f"{kernel.function[1:]}-{kernel.key(platform, tools)}-*.cubin")
-    return next((path for path in found if cpp.is_intact(path)), None)
+def jobs(wanted: Iterable[Kernel], platform: str, cache: Path) -> list[Job]:
+    """What makes each kernel's cubin; one that Triton would not find at run time is made again."""
+    folder, made = cache / platform, []
+    for kernel in wanted:
+        name, key = kernel.function[1:], kernel.key(platform)
+        entry = folder / "triton" / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
+        compiled, served = partial(compile_one, kernel, platform, folder), partial(_serves, entry, kernel.function)
+        made.append(Job(name, folder, f"{name}-{key[:16]}", "cubin", compiled, served))
+    return made
 
 
-def plan(wanted: Iterable[Kernel], platform: str, cache: Path) -> list[Built]:
-    """What ``build`` would find or have to do; nothing is written."""
-    tools = toolchain(platform)
-    found = [(k, _find(k, platform, tools, cache)) for k in wanted]
-    return [Built(k.function[1:], "missing" if p is None else "cached", 0.0, p, op=k.op) for k, p in found]
-
-
-def build(wanted: list[Kernel], platform: str, cache: Path) -> list[Built]:
-    """Compile what the cache does not have, as many at a time as there are cores.
-
-    Raises ``cpp.CompilerError`` where the cache cannot be written.
-    """
-    tools = toolchain(platform)
-    with cpp.locked(cache / platform):
-        compile_one = partial(_compile, platform=platform, tools=tools, cache=cache)
-        workers = min(cpp.cores(), len([k for k in wanted if _find(k, platform, tools, cache) is None]))
-        if workers <= 1:
-            return [compile_one(k) for k in wanted]
-        # spawned, because a forked child would inherit torch's threads in whatever state they are
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            return list(pool.map(compile_one, wanted, chunksize=4))
-
-
-def _compile(kernel: Kernel, platform: str, tools: str, cache: Path) -> Built:
-    name, folder = kernel.function[1:], cache / platform
-    present = _find(kernel, platform, tools, cache)
-    if present is not None:
-        return Built(name, "cached", 0.0, present, op=kernel.op)
-    began = time.perf_counter()
-    triton.knobs.cache.dir = str(folder / "triton")
+def _serves(entry: Path, function: str, cubin: Path) -> bool:
+    """Whether a folder of Triton's cache is whole and holds the bytes of a cubin."""
     try:
-        target = GPUTarget("cuda", ARCHITECTURES[platform], 32)
-        cubin = triton.compile(kernel.source, target=target, options=dict(kernel.options)).asm["cubin"]
-    except Exception as exc:  # whatever the compiler raises is this kernel's result, the others go on
-        detail = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        return Built(name, "failed", time.perf_counter() - began, None, detail, op=kernel.op)
-    path = folder / f"{name}-{kernel.key(platform, tools)}-{hashlib.sha256(cubin).hexdigest()[:8]}.cubin"
-    part = None
-    try:
-        handle, part = tempfile.mkstemp(dir=folder, prefix=f".{name}-", suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        Path(part).replace(path)
-    except OSError as exc:
-        if part is not None:
-            Path(part).unlink(missing_ok=True)
-        detail = f"cannot write {path}: {exc.strerror}"
-        return Built(name, "failed", time.perf_counter() - began, None, detail, op=kernel.op)
-    return Built(name, "built", time.perf_counter() - began, path, op=kernel.op)
+        group = json.loads((entry / f"__grp__{function}.json").read_text())["child_paths"]
+        json.loads(Path(group[f"{function}.json"]).read_text())
+        served = Path(group[f"{function}.cubin"]).read_bytes() == cubin.read_bytes()
+        return served and all(Path(path).exists() for path in group.values())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def compile_one(kernel: Kernel, platform: str, folder: Path) -> bytes:
+    """The cubin of a kernel, which Triton keeps in a folder too."""
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(folder / "triton")
+        triton.knobs.compilation.always_compile = True  # what is there may be damaged
+        return triton.compile(kernel.source, target=_target(platform), options=dict(kernel.options)).asm["cubin"]

@@ -7,10 +7,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from deepinfer_kernels.cpp import default_cache
+from deepinfer_kernels.kernel_cache import default_cache
 from deepinfer_kernels.spec import Tolerance
 
 #: module → its operations; a row has the same bits in any batch unless named in ``BATCH_DEPENDENT``
@@ -52,6 +53,9 @@ BATCH_DEPENDENT = {
 #: about 24 bits of a sum of bf16 products, and short sums were seen to differ by 1.0e-6
 TOLERANCES = {"head_logits": Tolerance(relative=3e-6)}
 
+#: Triton's cache while an operation of an engine runs, None: Triton's own; other engines may have others, in other
+#: threads
+folder: ContextVar[str | None] = ContextVar("folder", default=None)
 #: releases whose kernels were compiled and compared here
 OLDEST, NEWEST = (3, 6), (3, 9)
 
@@ -110,14 +114,14 @@ def operation(
 
 def reading(fn: Callable[..., Any], cache: Path) -> Callable[..., Any]:
     """``fn``, with kernels that this process has not loaded yet taken from ``cache``."""
-    folder = str(cache / _platform() / "triton")
-    launching: list[Any] = []
+    here = str(cache / _platform() / "triton")
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not launching:
-            launching.append(importlib.import_module("deepinfer_kernels.triton.launch"))
-        launching[0].folder = folder
-        return fn(*args, **kwargs)
+        before = folder.set(here)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            folder.reset(before)
 
     return call

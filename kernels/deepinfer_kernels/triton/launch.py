@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from deepinfer_kernels.triton import families
 
 #: kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1): for tests
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -26,9 +29,6 @@ def _note(*, src: Any, cache_hit: bool, **_: Any) -> None:
 
 
 triton.knobs.compilation.listener = _note
-#: Triton's cache for kernels that are not loaded yet, set by every operation of an engine before it launches: engines
-#: with other kernel caches may live in this process. None: Triton's own
-folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,24 @@ class Call:
     options: dict[str, int]
 
 
+#: compiled kernels by what Triton compiles another one for, whichever cache they are from: the same sources, compiled
+#: by this process's triton
 _made: dict[tuple, Any] = {}
-_recorder: list[Callable[[Call], None]] = []
+#: held while Triton, which knows one cache for a whole process, looks for a kernel in the cache of an engine
+_finding = threading.Lock()
+#: who is told of the launches of this thread instead
+_recorder: ContextVar[Callable[[Call], None] | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
 def recording(record: Callable[[Call], None]) -> Iterator[None]:
-    """Hand launches to ``record`` instead of a device; operations may be called with tensors without memory."""
-    _recorder.append(record)
+    """Hand this thread's launches to ``record`` instead of a device; operations may be called with tensors without
+    memory."""
+    before = _recorder.set(record)
     try:
         yield
     finally:
-        _recorder.pop()
+        _recorder.reset(before)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, **constants: Any) -> None:
@@ -61,10 +67,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stage
     ``args`` are the kernel's run-time arguments in order (tensors, None, int, float; one of the first two is a tensor),
     ``constants`` its tl.constexpr ones by name, in the order of its parameters.
     """
-    if _recorder:
+    recorder = _recorder.get()
+    if recorder is not None:
         names = kernel.arg_names[: len(args)]
         options = {"num_warps": warps, "num_stages": stages}
-        _recorder[-1](Call(kernel, dict(zip(names, args, strict=True)), constants, options))
+        recorder(Call(kernel, dict(zip(names, args, strict=True)), constants, options))
         return
     if 0 in grid:
         return
@@ -82,14 +89,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stage
     key = (id(kernel), device, warps, stages, *kinds, *constants.values())
     made = _made.get(key)
     if made is None:
-        if folder is not None and "TRITON_CACHE_DIR" not in os.environ:
-            triton.knobs.cache.dir = folder
-        _made[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
+        with reading():
+            _made[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
         return
     # as Triton's own launch from here on, without the 20 us that it takes to find the kernel
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     made.run(x, y, z, stream, made.function, made.packed_metadata, None, None, None, *args, *constants.values())
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Triton looks for kernels in the cache of the operation that runs, and again in its own afterwards."""
+    folder = families.folder.get()
+    if folder is None:
+        yield
+        return
+    with _finding, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        yield
 
 
 def _kind(value: Any) -> Any:

@@ -15,20 +15,17 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepinfer_kernels import cpp
-from deepinfer_kernels.vendor.libraries import LIBRARIES, Library, site
+from deepinfer_kernels import kernel_cache
+from deepinfer_kernels.processes import Programs, answer
+from deepinfer_kernels.vendor.libraries import LIBRARIES, MADE_OF, Library, site
 
-#: file in a library's folder that says what it was made of
-_MADE_OF = ".made-of.json"
 #: FlashMLA with all its instantiations takes the longest
 _SECONDS = 3600
 
@@ -76,7 +73,7 @@ class Plan:
     def built(self) -> bool:
         """Whether the cache has what would be built, not one of another state, platform, torch or Python."""
         try:
-            known = json.loads((self.target / _MADE_OF).read_text())
+            known = json.loads((self.target / MADE_OF).read_text())
         except (OSError, ValueError):
             return False
         return known == dict(self.made_of) and (self.target / self.library).is_dir()
@@ -220,12 +217,8 @@ def _note(library: Library, source: Path | None, platform: str | None) -> str | 
 
 
 def _version(argv: list[str], pattern: str) -> str | None:
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(pattern, done.stdout + done.stderr)
-    return match[1] if done.returncode == 0 and match else None
+    match = re.search(pattern, answer(*argv) or "")
+    return match[1] if match else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -325,65 +318,62 @@ _NEEDS: dict[str, tuple[Callable[[str | None], Need], ...]] = {
 # --------------------------------------------------------------------------- run
 
 
-def run(made: Plan) -> list[Done]:
+def run(made: Plan, note: Callable[[str], None] | None = None) -> list[Done]:
     """Run the steps of a plan that lacks nothing, to the first failure; the library appears whole or not at all.
 
-    Raises ``cpp.CompilerError`` where the cache cannot be written.
+    ``note`` is told when another build is waited for. Raises ``BuildError`` where the cache cannot be written.
     """
     folder = made.target.parent
     done: list[Done] = []
-    with cpp.locked(folder):
-        for left in folder.glob(".site-*.part"):  # of a build that was killed: the lock is ours
-            shutil.rmtree(left, ignore_errors=True)
+    with kernel_cache.locked(folder, note):
         if made.built:
             return done
-        part = Path(tempfile.mkdtemp(dir=folder, prefix=".site-", suffix=".part"))
-        older = part.with_name(f"{part.stem}-older.part")
-        try:
+        with kernel_cache.scratch(folder) as work, Programs() as programs:
+            part = work / "site"
             for step in made.steps:
                 argv = tuple(str(part) if word == str(made.target) else word for word in step.argv)
-                done.append(_run(step, argv, folder / "build.log"))
+                done.append(_run(step, argv, folder, work, programs))
                 if done[-1].status == "failed":
                     return done
             if not (part / made.library).is_dir():
                 detail = f"what was installed has no package {made.library}"
                 return [*done[:-1], Done(done[-1].step, "failed", done[-1].seconds, detail)]
-            (part / _MADE_OF).write_text(json.dumps(dict(made.made_of)))
-            part.chmod(0o755)
-            if made.target.exists():
-                made.target.replace(older)
-            part.replace(made.target)
-            (folder / "build.log").unlink(missing_ok=True)
-        finally:
-            for left in (part, older):
-                shutil.rmtree(left, ignore_errors=True)
+            with kernel_cache.writing(folder):
+                (part / MADE_OF).write_text(json.dumps(dict(made.made_of)))
+                if made.target.exists():
+                    made.target.replace(work / "older")
+                part.replace(made.target)
+                (folder / _LOG).unlink(missing_ok=True)
     return done
 
 
+#: what a step printed that failed
+_LOG = "build.log"
 #: what pip says of any failure, beside the reason
 _EMPTY = re.compile(
     r"subprocess-exited|did not run successfully|Failed building|metadata-generation|failed-wheel|^note:"
 )
 
 
-def _run(step: Step, argv: tuple[str, ...], log: Path) -> Done:
+def _run(step: Step, argv: tuple[str, ...], folder: Path, work: Path, programs: Programs) -> Done:
     began = time.perf_counter()
-    environment = os.environ | dict(step.variables) | {"GIT_TERMINAL_PROMPT": "0"}
+    variables = dict(step.variables) | {"GIT_TERMINAL_PROMPT": "0", "TMPDIR": str(work)}
+
+    def failed(detail: str) -> Done:
+        return Done(step, "failed", time.perf_counter() - began, detail)
+
     try:
-        ended = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=environment,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Done(step, "failed", time.perf_counter() - began, f"not finished in {_SECONDS} s")
+        status, text = programs.run(argv, _SECONDS, variables)
+    except TimeoutError as exc:
+        return failed(str(exc))
     except OSError as exc:
-        return Done(step, "failed", time.perf_counter() - began, f"{argv[0]}: {exc.strerror}")
-    seconds = time.perf_counter() - began
-    if ended.returncode == 0:
-        return Done(step, "done", seconds)
-    text = ended.stdout + ended.stderr
-    log.write_text(text)
+        return failed(f"{argv[0]}: {exc.strerror}")
+    if status == 0:
+        return Done(step, "done", time.perf_counter() - began)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _EMPTY.search(line)]
     reasons = (r"error:|undefined reference|cannot find", r"fatal|assert|Error\b", "")  # a compiler's before a script's
-    said = next((line for reason in reasons for line in lines if re.search(reason, line)), None)
-    return Done(step, "failed", seconds, f"{said or f'exit status {ended.returncode}'} ({log} has all of it)")
+    said = next((line for reason in reasons for line in lines if re.search(reason, line)), f"exit status {status}")
+    kernel_cache.refuse_full_disk(text, folder)
+    with kernel_cache.writing(folder):
+        (folder / _LOG).write_text(text)
+    return failed(f"{said} ({folder / _LOG} has all of it)")

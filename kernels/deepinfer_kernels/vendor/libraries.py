@@ -2,20 +2,24 @@
 
 Their import names were published on package indexes by third parties, some as snapshots that cannot be built, so a
 name proves nothing: a library counts when it has the functions that are called. A copy that was built into the kernel
-cache (``<cache>/vendor/<name>/site``) is found before one in the environment. Imports no torch and no library.
+cache (``<cache>/vendor/<name>/site``) is found before one in the environment; a process holds one copy. Imports no
+torch and no library.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepinfer_kernels.cpp import default_cache
+from deepinfer_kernels.kernel_cache import default_cache
+
+#: file in the folder of a library in the kernel cache that says what it was made of
+MADE_OF = ".made-of.json"
 
 
 class Capability(NamedTuple):
@@ -157,24 +161,15 @@ def site(name: str, cache: Path | None = None) -> Path:
     return (cache or default_cache()) / "vendor" / name / "site"
 
 
-def place(name: str, cache: Path | None = None) -> str | None:
-    """Where a library would be imported from: the kernel cache, or the environment; None where it is in neither.
-
-    One that is in the cache is put on the import path.
-    """
-    own = site(name, cache)
-    if (own / name).is_dir():
-        if str(own) not in sys.path:
-            sys.path.insert(0, str(own))
-            importlib.invalidate_caches()
-        return str(own / name)
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+def place(name: str, cache: Path | None = None) -> Path | None:
+    """The folder a library would be imported from: the kernel cache's, or the environment's; None where it is in
+    neither."""
+    own = site(name, cache) / name
+    if own.is_dir():
+        return own
+    found = (finder.find_spec(name, None) for finder in sys.meta_path)  # whatever is loaded already
+    spec = next(filter(None, found), None)
+    return None if spec is None else next(map(Path, spec.submodule_search_locations or ()), None)
 
 
 def missing(name: str, functions: tuple[str, ...], cache: Path | None = None) -> str | None:
@@ -183,23 +178,54 @@ def missing(name: str, functions: tuple[str, ...], cache: Path | None = None) ->
     Imports the library, unless it is absent or known to be a placeholder.
     """
     library = LIBRARIES[name]
-    if place(name, cache) is None:
+    folder = place(name, cache)
+    if folder is None:
         return f"{name} is not installed: {library.install}"
     squatter = placeholder(name)
-    if squatter is not None and not (site(name, cache) / name).is_dir():
+    if squatter is not None and folder.parent != site(name, cache):
         return f"{squatter}, then {library.install}"
     lacking = []
     for wanted in functions:
         try:
-            module = importlib.import_module(library.module_of(wanted))
+            module = _imported(library.module_of(wanted), folder)
         except Exception as exc:  # whatever a library raises while it loads is the reason that it cannot be used
             reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
             return f"{name} is installed, but cannot be imported ({reason}): {library.install}"
         if not hasattr(module, wanted):
             lacking.append(wanted)
+    other = _other(name, folder) if functions else None
+    if other is not None:
+        return f"this process has loaded another {name}, of {other}: a process has one, name its kernels.cache_dir"
     if lacking:
         return f"this {name} has no {' and no '.join(lacking)}: {library.install}"
     return None
+
+
+#: held while the import path holds the folder of a library
+_importing = threading.Lock()
+
+
+def _imported(module: str, folder: Path) -> Any:
+    """A module of a library in a folder, unless the library is loaded already."""
+    with _importing:
+        sys.path.insert(0, str(folder.parent))
+        try:
+            importlib.invalidate_caches()
+            return importlib.import_module(module)
+        finally:
+            sys.path.remove(str(folder.parent))
+
+
+def _other(name: str, folder: Path) -> Path | None:
+    """Where a library was loaded from, if that is another copy than the one of a folder."""
+    loaded = next(map(Path, sys.modules[name].__path__))
+    if loaded == folder:
+        return None
+    try:
+        same = (loaded.parent / MADE_OF).read_bytes() == (folder.parent / MADE_OF).read_bytes()
+    except OSError:  # one of them was not built here
+        same = False
+    return None if same else loaded
 
 
 def function(name: str, wanted: str) -> Any:

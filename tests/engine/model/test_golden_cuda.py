@@ -44,10 +44,12 @@ def build_triton(directory: Path, cache: Path) -> None:
     """Compile every kernel of a checkpoint's shapes for the device."""
     pytest.importorskip("triton", reason="needs triton: pip install 'deepinfer-cli[cuda]'")
     from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_kernels import kernel_cache
     from deepinfer_kernels.triton import build, shapes
 
     sizes = kernel_shapes(load_model_config(directory), load_profile("cpu-nano").profile)
-    made = build.build(build.kernels(shapes.launches(sizes, invariant=False)), "sm90", cache)
+    kernels = build.kernels(shapes.launches(sizes, invariant=False))
+    made = kernel_cache.build(build.jobs(kernels, "sm90", cache))
     assert {b.status for b in made} <= {"built", "cached"}, [b for b in made if b.path is None][:3]  # same kernel twice
 
 
