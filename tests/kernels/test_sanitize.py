@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def test_the_names_of_cases_select_some(pytestconfig):
 def test_a_command_that_does_not_end_is_killed_with_what_it_started(tmp_path):
     assert bounded(["sh", "-c", "sleep 60 & echo $!; wait"], tmp_path / "log", 0.5) is None
     child = Path("/proc") / (tmp_path / "log").read_text().strip() / "stat"
-    with suppress(FileNotFoundError):  # gone, or dead and not yet taken note of
-        assert child.read_text().rpartition(")")[2].split()[0] in "ZX"
+    with suppress(FileNotFoundError, ProcessLookupError):  # gone, or dead and not yet taken note of
+        while child.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.05)
     assert bounded(["sh", "-c", "exit 7"], tmp_path / "log", 9) == 7
