@@ -97,6 +97,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "embed_streams": ("embed",),
 }
 
+#: operations that only these call
+INNER = frozenset({"unpack_rows", "pool_pairs"})
+
 #: what this module computes, by operation
 OPERATIONS: dict[str, Callable] = {
     f.__name__: f

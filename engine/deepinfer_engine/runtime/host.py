@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.state import KVState
 from deepinfer_engine.config.model import BLOCK_TOKENS
-from deepinfer_engine.config.schema import Profile
+from deepinfer_engine.config.schema import Backend, Profile
 from deepinfer_engine.dist.mesh import Mesh
 from deepinfer_engine.dist.placement import Placement
 from deepinfer_engine.dist.share import Share
@@ -26,7 +27,8 @@ from deepinfer_engine.runtime.step_curve import temperatures_of
 from deepinfer_engine.tokens.tokenizer import Tokenizer
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
-from deepinfer_kernels.registry import KernelError, Ops, resolve
+from deepinfer_kernels.parts import INNER, PARTS
+from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, Ops, resolve
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,12 @@ def check_moves(profile: Profile, ops: Ops) -> None:
 
 def resolve_ops(profile: Profile) -> Ops:
     """The implementation of every operation. Raises NotReadyError or UsageError where a wish cannot be met."""
-    backends = dict(profile.kernels.overrides)
+    _check_named(profile)
     try:
-        return resolve(
+        ops = resolve(
             profile.numerics.mode,
             profile.hardware.platform,
-            backends,
+            profile.kernels.overrides,
             backend=profile.kernels.backend,
             batch_invariant=profile.numerics.batch_invariant,
             cache=None if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir),
@@ -161,5 +163,23 @@ def resolve_ops(profile: Profile) -> Ops:
                 f"numerics.batch_invariant: {exc}", hint="numerics.mode float and fast have invariant operations"
             ) from None
         raise NotReadyError(str(exc), hint="deepinfer doctor shows what each operation needs") from None
-    except KeyError as exc:
-        raise UsageError(f"kernels.overrides: {exc.args[0]}") from None
+    for op in INNER & profile.kernels.overrides.keys():
+        callers = [whole for whole, parts in PARTS.items() if op in parts]
+        if all(ops.chosen[whole].backend != "parts" for whole in callers):
+            raise UsageError(
+                f"kernels.overrides.{op} has no effect: only {' and '.join(callers)} would call it, named too",
+                hint=f"leave out kernels.overrides.{op}, or kernels.overrides.{callers[0]}",
+            )
+    return ops
+
+
+def _check_named(profile: Profile) -> None:
+    """Raise UsageError where a backend is named for an operation that it never has on the platform."""
+    platform, known = profile.hardware.platform, get_args(Backend)
+    for op, backend in profile.kernels.overrides.items():
+        here = [i.backend for i in IMPLEMENTATIONS[op] if platform in i.platforms and i.backend in known]
+        if backend not in ("auto", *here):
+            raise UsageError(
+                f"kernels.overrides.{op} is {backend}, which has no {op} for {platform}",
+                hint=f"use {', '.join(dict.fromkeys(('auto', *here)))}",
+            )

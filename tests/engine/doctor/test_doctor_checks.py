@@ -399,11 +399,11 @@ def test_operation_without_an_implementation_fails_with_the_reasons():
     (finding,) = implementations.check_implementations(None, "ascend950")
     assert finding.status == "fail" and "not on ascend950" in finding.found
     (finding,) = implementations.check_implementations(
-        profile("h200x1-nano", "kernels.overrides.attend=deep_gemm"), "sm90"
+        profile("h200x1-nano", "kernels.overrides.embed=deep_gemm"), "sm90"
     )
     assert finding.status == "fail" and "no backend 'deep_gemm'" in finding.found
-    with pytest.raises(ProfileError, match="there is no operation atend; did you mean attend"):
-        profile("cpu-nano", "kernels.overrides.atend=cpu")
+    with pytest.raises(ProfileError, match="there is no operation atend_cached; did you mean attend_cached"):
+        profile("cpu-nano", "kernels.overrides.atend_cached=cpu")
 
 
 def test_ascend_operations_are_listed_with_what_is_known_of_them():
