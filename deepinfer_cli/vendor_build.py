@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,15 @@ def build_vendor(
 
     name = name.replace("-", "_")
     if name not in LIBRARIES:
-        raise UsageError(f"--vendor: no library named {name!r}", hint=f"there are: {', '.join(LIBRARIES)}")
+        near = get_close_matches(name, LIBRARIES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(LIBRARIES)}"
+        raise UsageError(f"--vendor: no library named {name!r}", hint=hint)
     if target not in (None, "sm90", "sm100"):
         raise UsageError(
             f"--vendor {name} with --target {target}: these libraries are built for sm90 and sm100",
             hint="leave --target out for both",
         )
+    source = None if source is None else source.expanduser()
     if source is not None and not source.is_dir():
         raise UsageError(f"--source {source}: no such folder", hint="name the folder of the library's setup.py")
     try:
@@ -99,7 +103,7 @@ def _deliver(plan: Plan, done: list[Done], dry_run: bool, format: OutputFormat, 
             "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in rows],
         }
         render.deliver(render.json_text(render.document("build-vendor", content)), out)
-    elif format in (OutputFormat.table, OutputFormat.text):
+    elif format is OutputFormat.table:
         needs = [(what, status, found, fix) for part, status, what, found, fix in rows if part == "need"]
         lines = [render.table(("need", "status", "found", "next"), needs)]
         for part, status, what, found, said in rows:

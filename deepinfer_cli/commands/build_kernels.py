@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from deepinfer_cli import options, render
 from deepinfer_cli.options import OutputFormat
 from deepinfer_engine.errors import ArtefactError, NotReadyError, UsageError
+from deepinfer_kernels.ops import OPS
 
 if TYPE_CHECKING:
     from deepinfer_engine.config.schema import Profile
@@ -36,11 +38,15 @@ class Target(StrEnum):
 def command(
     ctx: typer.Context,
     target: Annotated[
-        Target | None,
-        typer.Option("--target", help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100), Ascend 950."),
+        list[Target] | None,
+        typer.Option(
+            "--target",
+            metavar=f"<{'|'.join(Target)}>",
+            help="What to compile for: this CPU, Hopper (sm90), Blackwell (sm100), Ascend 950.",
+        ),
     ] = None,
     ops: Annotated[
-        str | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the kernels of these operations.")
+        list[str] | None, typer.Option("--ops", metavar="NAME,NAME", help="Only the kernels of these operations.")
     ] = None,
     model: Annotated[
         str | None,
@@ -83,6 +89,9 @@ def command(
     A vendor library is fetched at the commit that its adapters know, or taken from a source tree, and built into the
     cache; with --dry-run its needs and commands are listed. An operation is given to it by kernels.overrides.
 
+    Exit codes: 3 when a compiler is missing, the cache cannot be written, or sources are all that can be made here; 4
+    when a kernel was not built. An interrupted build (130) leaves nothing half done.
+
     \b
     Examples:
       deepinfer build-kernels --target cpu
@@ -98,35 +107,38 @@ def command(
 
     options.accept(format, *_FORMATS, verb="build-kernels")
     chosen = load_profile(profile, set_ or ()).profile
-    named = chosen.kernels.cache_dir
-    cache = default_cache() if named is None else Path(named)
+    cache = chosen.kernels.folder or default_cache()
     note = partial(render.note, quiet=ctx.find_root().obj.quiet)
-    if model is not None and (vendor is not None or target is Target.cpu):
+    if len(target or ()) > 1:
+        raise UsageError(f"--target is given more than once: {', '.join(target or ())}", hint="build one at a time")
+    platform = target[0] if target else None
+    if model is not None and (vendor is not None or platform is Target.cpu):
         what = f"--vendor {vendor}" if vendor is not None else "--target cpu"
         raise UsageError(f"--model with {what}, whose kernels are for any shapes", hint="leave --model out")
     model = model or "nano"
     if vendor is not None:
         from deepinfer_cli.vendor_build import build_vendor
 
-        if ops is not None:
+        if ops:
             raise UsageError("--ops with --vendor: a library is built as a whole", hint="leave --ops out")
-        build_vendor(vendor, cache, source=source, target=target, dry_run=dry_run, note=note, format=format, out=out)
+        build_vendor(vendor, cache, source=source, target=platform, dry_run=dry_run, note=note, format=format, out=out)
         return
     if source is not None:
         raise UsageError("--source is the tree of a vendor library, and none is named", hint="add --vendor NAME")
-    if target is None:
+    if platform is None:
         raise UsageError("neither --target nor --vendor is given", hint=f"--target is one of {', '.join(Target)}")
+    wanted = [name.strip() for given in ops for name in given.split(",")] if ops else None
     try:
-        if target is Target.cpu:
-            tools, rows = _for_cpu(ops, cache, dry_run, note)
-        elif target is Target.ascend950:
-            tools, rows = _for_ascend(ops, model, chosen, cache, dry_run, note)
+        if platform is Target.cpu:
+            tools, rows = _for_cpu(wanted, cache, dry_run, note)
+        elif platform is Target.ascend950:
+            tools, rows = _for_ascend(wanted, model, chosen, cache, dry_run, note)
         else:
-            tools, rows = _for_gpu(str(target), ops, model, chosen, cache, dry_run, note)
+            tools, rows = _for_gpu(platform, wanted, model, chosen, cache, dry_run, note)
     except BuildError as exc:
         raise NotReadyError(str(exc), hint=exc.hint) from None
     if format is OutputFormat.json:
-        content = {"target": str(target), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
+        content = {"target": str(platform), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
         objects = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
         render.deliver(render.json_text(render.document("build-kernels", {**content, "rows": objects})), out)
     else:
@@ -147,9 +159,11 @@ def command(
 
 
 Note = Callable[[str], None]
+#: what ``--ops`` names, None without it
+Names = list[str] | None
 
 
-def _for_cpu(ops: str | None, cache: Path, dry_run: bool, note: Note) -> tuple[str, list[Row]]:
+def _for_cpu(ops: Names, cache: Path, dry_run: bool, note: Note) -> tuple[str, list[Row]]:
     """(compiler, rows) of the C++ libraries."""
     from deepinfer_kernels import cpp
 
@@ -163,7 +177,7 @@ def _for_cpu(ops: str | None, cache: Path, dry_run: bool, note: Note) -> tuple[s
 
 
 def _for_gpu(
-    platform: str, ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool, note: Note
+    platform: str, ops: Names, model: str, profile: Profile, cache: Path, dry_run: bool, note: Note
 ) -> tuple[str, list[Row]]:
     """(toolchains, rows) of the Triton and TileLang kernels for a model's shapes.
 
@@ -177,7 +191,7 @@ def _for_gpu(
     from deepinfer_kernels.triton import families as triton
 
     known = [name for names in triton.FAMILIES.values() for name in names]
-    wanted = _named(ops, known)
+    wanted = _named(ops, known, platform)
     _need("triton", platform, triton.unusable())
     from deepinfer_kernels.triton import build, shapes
 
@@ -209,14 +223,14 @@ def _for_gpu(
 
 
 def _for_ascend(
-    ops: str | None, model: str, profile: Profile, cache: Path, dry_run: bool, note: Note
+    ops: Names, model: str, profile: Profile, cache: Path, dry_run: bool, note: Note
 ) -> tuple[str, list[Row]]:
     """(toolchain, rows) of the AscendC sources for a model's shapes, then of the operations that have none."""
     from deepinfer_engine.model.kernel_shapes import kernel_shapes
     from deepinfer_engine.sim.models import find_model
     from deepinfer_kernels.ascend import build, families
 
-    wanted = _named(ops, list(families.OPERATIONS))
+    wanted = _named(ops, list(families.OPERATIONS), "ascend950")
     _need("tilelang", "ascend950", families.tilelang.unusable())
     needed = {name for op in wanted for name in families.OPERATIONS[op]}
     found = families.programs(kernel_shapes(find_model(model).config, profile))
@@ -240,18 +254,22 @@ def _row(op: str, backend: str, built: Built) -> Row:
     return op, backend, built.status, round(built.seconds, 2), path, built.detail
 
 
-def _named(ops: str | None, known: list[str]) -> list[str]:
-    """Those of the ``known`` operations that ``--ops`` names, all without it."""
-    if ops is None:
-        return known
-    wanted = [name.strip() for name in ops.split(",")]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"--ops: no compiled operation named {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
-    return wanted
+def _named(ops: Names, known: list[str], platform: str) -> list[str]:
+    """Those of the ``known`` operations of a platform that ``--ops`` names, all without it."""
+    for name in ops or ():
+        if name in known:
+            continue
+        listed = f"there are: {', '.join(known)}"
+        if not name:
+            raise UsageError("--ops has an empty name", hint=listed)
+        if name in OPS:
+            raise UsageError(f"--ops: {name} is not compiled for {platform}", hint=listed)
+        near = get_close_matches(name, known, 1)
+        raise UsageError(f"--ops: no operation named {name!r}", hint=f"did you mean {near[0]}?" if near else listed)
+    return known if ops is None else ops
 
 
-def _sources(ops: str | None) -> list[tuple[Source, list[str]]]:
+def _sources(ops: Names) -> list[tuple[Source, list[str]]]:
     """C++ sources with the operations in each: the kernels' families and the planner's loops, all or those that
     ``--ops`` names."""
     from deepinfer_engine.eplb.native import SOURCE
@@ -259,6 +277,6 @@ def _sources(ops: str | None) -> list[tuple[Source, list[str]]]:
     from deepinfer_kernels.cpu.families import FAMILIES
 
     every = [(source(family), list(made.operations)) for family, made in FAMILIES.items()] + [(SOURCE, ["eplb_plan"])]
-    wanted = _named(ops, [op for _, names in every for op in names])
+    wanted = _named(ops, [op for _, names in every for op in names], "cpu")
     chosen = [(made, [op for op in names if op in wanted]) for made, names in every]
     return [(made, names) for made, names in chosen if names]

@@ -175,11 +175,50 @@ def test_what_stands_in_the_way_is_exit_3(capsys, cache, compiler, tmp_path, mon
     assert code == 3 and "no C++ compiler: no-such-compiler is not on the path" in err and "apt install g++" in err
 
 
-def test_misspelt_operations_and_forms_are_usage_errors(capsys, cache):
-    code, _, err = run(["--target", "cpu", "--ops", "rms_nrom", *cache], capsys)
-    assert code == 2 and "no compiled operation named 'rms_nrom'" in err and "rms_norm" in err
-    assert run(["--target", "cpu", "--format", "text", *cache], capsys)[0] == 2
+@pytest.mark.parametrize(
+    ("arguments", "said", "hint"),
+    [
+        (["--ops", "rms_nrom"], "no operation named 'rms_nrom'", "did you mean rms_norm?"),
+        (["--ops", "qqqq"], "no operation named 'qqqq'", "there are: attend"),
+        (["--ops", "engram_lookup"], "engram_lookup is not compiled for cpu", "there are: attend"),
+        (["--ops", ""], "--ops has an empty name", "there are: attend"),
+        (["--ops", "rope,"], "--ops has an empty name", "there are: attend"),
+        (["--target", "sm90"], "--target is given more than once: cpu, sm90", "build one at a time"),
+        (["--format", "text"], "build-kernels has no --format text", "table, json, jsonl, csv"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error_with_the_next_step(capsys, cache, arguments, said, hint):
+    code, _, err = run(["--target", "cpu", *arguments, *cache], capsys)
+    assert code == 2 and said in err and f"hint: {hint}" in err.replace("use one of ", "")
     assert run(["--target", "tpu", *cache], capsys)[0] == 2
+
+
+def test_operations_may_be_named_in_several_options(capsys, cache, compiler):
+    arguments = ["--target", "cpu", "--dry-run", "--format", "jsonl", *cache]
+    rows = run([*arguments, "--ops", "rope", "--ops", "rms_norm, rope"], capsys)[1].splitlines()
+    assert [json.loads(row)["op"] for row in rows] == ["rms_norm", "rope"]
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("deepseek-v41-flash", "did you mean deepseek-v4.1-flash?"),
+        ("nope.json", "name nano, deepseek-v4.1-flash, a folder or"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_with_those_that_are(capsys, cache, model, hint):
+    needs_triton()
+    code, _, err = run(["--target", "sm90", "--model", model, "--dry-run", *cache], capsys)
+    assert code == 4 and f"{model}: no such file" in err and hint in err
+
+
+def test_a_cache_in_the_home_folder_is_there_and_not_in_a_folder_called_tilde(capsys, compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--target", "cpu", "--ops", "rope", "--format", "jsonl", "--set"]
+    for named, folder in (("~/kernels", tmp_path / "home" / "kernels"), ("kernels", tmp_path / "kernels")):
+        code, out, _ = run([*arguments, f"kernels.cache_dir={named}"], capsys)
+        assert code == 0 and Path(json.loads(out)["file"]).parent == folder / "cpu"
 
 
 @contextmanager

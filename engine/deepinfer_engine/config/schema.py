@@ -7,6 +7,7 @@ feature is not built yet in ``inactive``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -176,6 +177,11 @@ class Kernels(Section):
     cache_dir: Text | None = Field(
         default=None, description="folder of compiled kernels; null: the user's cache folder"
     )
+
+    @property
+    def folder(self) -> Path | None:
+        """``cache_dir`` from the root, ``~`` as in a shell; None: the user's."""
+        return None if self.cache_dir is None else Path(self.cache_dir).expanduser().absolute()
 
 
 class Grammar(Section):

@@ -115,14 +115,14 @@ def check_compiled(profile: Profile | None, platform: str) -> Sequence[Finding]:
 
 def _named_cache(profile: Profile | None) -> Path | None:
     """The kernel cache a profile names, None for the user's."""
-    named = profile.kernels.cache_dir if profile is not None else None
-    return None if named is None else Path(named)
+    return profile.kernels.folder if profile is not None else None
 
 
 def cache_folder(system: System, profile: Profile | None) -> Path:
     """The folder of compiled kernels: the profile's, or ``deepinfer/kernels`` in the user's cache folder."""
-    if profile is not None and profile.kernels.cache_dir is not None:
-        return Path(profile.kernels.cache_dir)
+    named = _named_cache(profile)
+    if named is not None:
+        return named
     home = system.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "deepinfer" / "kernels"
 

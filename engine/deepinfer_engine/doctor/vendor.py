@@ -39,8 +39,7 @@ def check_names(system: System) -> Sequence[Finding]:
 
 def check_capabilities(system: System, profile: Profile | None, platform: str) -> Sequence[Finding]:
     """What each installed vendor library can do; absence is no fault, the torch reference computes the same."""
-    named = profile.kernels.cache_dir if profile is not None else None
-    cache = None if named is None else Path(named)
+    cache = profile.kernels.folder if profile is not None else None
     findings: list[Finding] = []
     absent: list[str] = []
     for library in LIBRARIES.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 from deepinfer_engine.cache.layout import KVLayout
@@ -124,7 +123,7 @@ def check_programs(profile: Profile, checkpoint: Checkpoint, ops: Ops) -> None:
     from deepinfer_kernels.kernel_cache import default_cache
     from deepinfer_kernels.tilelang.shapes import absent
 
-    cache = default_cache() if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir)
+    cache = profile.kernels.folder or default_cache()
     sizes = kernel_shapes(checkpoint.config, profile)
     missing = absent(sizes, ops.platform, cache, chosen, invariant=profile.numerics.batch_invariant)
     if missing:
@@ -155,7 +154,7 @@ def resolve_ops(profile: Profile) -> Ops:
             profile.kernels.overrides,
             backend=profile.kernels.backend,
             batch_invariant=profile.numerics.batch_invariant,
-            cache=None if profile.kernels.cache_dir is None else Path(profile.kernels.cache_dir),
+            cache=profile.kernels.folder,
         )
     except KernelError as exc:
         if profile.numerics.batch_invariant:

@@ -136,6 +136,4 @@ def _profile_digest(profile: Profile) -> str:
 
 
 def _folder(profile: Profile) -> Path:
-    if profile.kernels.cache_dir is not None:
-        return Path(profile.kernels.cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer"
+    return profile.kernels.folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
 from deepinfer_engine.config.model import ModelConfig, load_model_config
 from deepinfer_engine.config.resources import model_dir
+from deepinfer_engine.errors import ArtefactError
 
 #: The released model's name on the command line; its config travels with the package.
 RELEASE = "deepseek-v4.1-flash"
@@ -45,7 +47,11 @@ def find_model(name_or_path: str) -> PlannedModel:
         return PlannedModel(RELEASE, release_config())
     if name_or_path == EMBEDDED:
         return PlannedModel(EMBEDDED, load_model_config(model_dir(EMBEDDED)))
-    path = Path(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if not path.exists():
+        near = get_close_matches(name_or_path, (EMBEDDED, RELEASE), 1)
+        hint = f"did you mean {near[0]}?" if near else f"name {EMBEDDED}, {RELEASE}, a folder or a config.json"
+        raise ArtefactError(f"{name_or_path}: no such file", hint=hint)
     return PlannedModel(
         path.name if path.name != "config.json" else path.parent.name or path.name, load_model_config(path)
     )
