@@ -157,7 +157,6 @@ def _drawing(case: Callable[..., OpCase]) -> Iterator[OpCase]:
         "dspark_split", f"B{T}", 40 * T, lambda: (torch.rand(T, J, device="cuda"), ids(J + 1, T), order, order[T // 2])
     )
     length = ids(J + 1, T)
-    yield case("verify_rows", f"B{T}", 160 * T, lambda: (length,), total=T * (J + 1))
     yield case("accept_drawn", f"B{T}", 160 * T, lambda: (ids(9, T * (J + 1)), ids(9, T, J), order * (J + 1), length))
     emitted = {"stop": ids(9, T, 2), "room": ids(99, T)}
     yield case("truncate_emitted", f"B{T}", 80 * T, lambda: (ids(9, T, J + 1), length), **emitted)

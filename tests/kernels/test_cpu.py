@@ -105,10 +105,6 @@ def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (bf(T * K, H), torch.randperm(T * K), bf(T, H), K), {}
     if name == "dispatch_permute":
         return (torch.randint(0, E, (T, K)), E), {}
-    if name == "attend":
-        mask = torch.rand(T, 41) < 0.6
-        mask[0] = T == 1
-        return (bf(T, N, D), bf(T, 41, D), mask, torch.randn(N), D**-0.5), {}
     if name == "attend_cached":
         window = torch.randint(-52, T, (T, 33))  # rows of this step, hidden, and 50 rows of the ring
         window[0] = -1
@@ -144,6 +140,12 @@ def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dead = torch.rand(T) < 0.3
         return (bf(T, C, H), bf(T, (C + 1) * H), torch.rand(C, H), torch.rand(C, H), dead, 1e-20), {}
     raise AssertionError(f"no inputs for {name}")
+
+
+def attend(ops: Ops, q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """Attention of every row over keys [T, K, D] of its own, which are given as rows of this step."""
+    places = torch.arange(mask.numel()).view(mask.shape).masked_fill(~mask, -1)
+    return ops.attend_cached(q, keys.flatten(0, 1), places, None, None, None, sink, scale)
 
 
 def outputs(result: Any) -> tuple[Tensor, ...]:
@@ -236,20 +238,21 @@ def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot(compile
 
 
 def test_an_attended_row_has_the_same_bits_however_far_its_keys_are_padded(compiled: Ops):
-    (q, keys, mask, sink, scale), _ = make("attend", 7)
-    whole = compiled.attend(q, keys, mask, sink, scale)
+    q, keys, mask, sink, scale = bf(7, N, D), bf(7, 41, D), torch.rand(7, 41) < 0.6, torch.randn(N), D**-0.5
+    mask[0] = False
+    whole = attend(compiled, q, keys, mask, sink, scale)
     wide = torch.zeros(7, 100, D).bfloat16()
     seen = torch.zeros(7, 100, dtype=torch.bool)
     at = torch.arange(41) * 2 + 9
     wide[:, at], seen[:, at] = keys, mask
-    assert torch.equal(compiled.attend(q, wide, seen, sink, scale), whole)
+    assert torch.equal(attend(compiled, q, wide, seen, sink, scale), whole)
     assert bool((whole[0] == 0).all()), "no key: nothing"
-    assert compiled.attend(q, keys[:, :0], mask[:, :0], sink, scale).abs().max() == 0
+    assert attend(compiled, q, keys[:, :0], mask[:, :0], sink, scale).abs().max() == 0
 
 
 def test_rows_read_in_place_give_the_bits_of_gathered_keys(compiled: Ops):
     args, _ = make("attend_cached", 7)
-    gathered = attention.gathered(compiled.numerics, lambda num, *a: compiled.attend(*a), *args)
+    gathered = attention.gathered(compiled.numerics, lambda num, *a: attend(compiled, *a), *args)
     assert torch.equal(compiled.attend_cached(*args), gathered)
     q, local, window, ring, _, entries, sink, scale = args
     with pytest.raises(IndexError, match="query 3 reads beyond 7 rows"):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepinfer_kernels.reference import hyper, norm
+from deepinfer_kernels.reference import attention, hyper, norm
 from deepinfer_kernels.reference import quantise as q
+from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import resolve
 
 FORMAT = Path(__file__).resolve().parents[1] / "vectors" / "format"
@@ -179,9 +180,9 @@ def test_router_selects_by_biased_and_weighs_by_unbiased_scores(v):
 def test_one_softmax_with_sink(v, n):
     query, keys, sink = (v[f"merge_softmax/{n}/{part}"] for part in ("q", "kv", "sink"))
     mask = torch.ones(1, len(keys), dtype=torch.bool)
-    exact = resolve("float", "cpu").attend(query[None].float(), keys[None].float(), mask, sink, 64**-0.5)[0]
+    exact = attention.attend(NUMERICS["float"], query[None].float(), keys[None].float(), mask, sink, 64**-0.5)[0]
     assert (exact - v[f"merge_softmax/{n}/out_exact_f32"]).abs().max() <= 2e-6
-    tiled = resolve("reference", "cpu").attend(query[None], keys[None], mask, sink, 64**-0.5)[0]
+    tiled = attention.attend(NUMERICS["reference"], query[None], keys[None], mask, sink, 64**-0.5)[0]
     recorded = v[f"merge_softmax/{n}/out_ref_bf16"]
     ulp = recorded.float().abs().clamp(min=2.0**-126).log2().floor().exp2() * 2.0**-7
     assert ((tiled.float() - recorded.float()).abs() <= ulp).all()
@@ -192,9 +193,9 @@ def test_attention_without_any_key_is_zero_and_masked_keys_do_not_matter():
     query, keys, sink = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(3)
     mask = torch.tensor([[True, True, False, False, True], [False] * 5])
     for mode in ("float", "reference", "fast"):
-        ops = resolve(mode, "cpu")
-        act = ops.numerics.act
-        out = ops.attend(query.to(act), keys.to(act), mask, sink, 0.3)
+        num = NUMERICS[mode]
+        act = num.act
+        out = attention.attend(num, query.to(act), keys.to(act), mask, sink, 0.3)
         assert (out[1] == 0).all()
         poisoned = torch.where(mask.unsqueeze(-1), keys, 1e4).to(act)
-        assert torch.equal(ops.attend(query.to(act), poisoned, mask, sink, 0.3), out)
+        assert torch.equal(attention.attend(num, query.to(act), poisoned, mask, sink, 0.3), out)

@@ -18,7 +18,6 @@ def params(n: int, **changes) -> dict:
         "min_p": torch.zeros(n),
         "seed": torch.arange(n),
         "position": torch.full((n,), 9),
-        "all_greedy": False,
     }
     return base | changes
 
@@ -44,16 +43,16 @@ def test_uniforms_depend_on_seed_position_stream_and_token_only():
 def test_a_row_draws_the_same_token_in_any_batch():
     torch.manual_seed(0)
     logits = torch.randn(32, 50)
-    together = OPS.sample(logits, **params(32))
+    together = OPS.next_tokens(logits, None, params(32))
     for i in (0, 7, 31):
-        one = {k: (v[i : i + 1] if isinstance(v, torch.Tensor) else v) for k, v in params(32).items()}
-        assert OPS.sample(logits[i : i + 1], **one).item() == together[i].item()
+        one = {k: v[i : i + 1] for k, v in params(32).items()}
+        assert OPS.next_tokens(logits[i : i + 1], None, one).item() == together[i].item()
 
 
 def test_draws_follow_the_softmax():
     n = 40_000
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
-    drawn = OPS.sample(logits.expand(n, -1), **params(n))
+    drawn = OPS.next_tokens(logits.expand(n, -1), None, params(n))
     expected = logits.softmax(0) * n
     observed = torch.bincount(drawn, minlength=5)
     chi2 = ((observed - expected) ** 2 / expected).sum().item()
@@ -62,8 +61,8 @@ def test_draws_follow_the_softmax():
 
 def test_temperature_zero_is_the_lowest_id_of_the_best():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
-    assert OPS.sample(logits, **params(2, temperature=torch.zeros(2), all_greedy=True)).tolist() == [1, 0]
-    mixed = OPS.sample(logits, **params(2, temperature=torch.tensor([0.0, 1.0])))
+    assert OPS.next_tokens(logits, None, None).tolist() == [1, 0]
+    mixed = OPS.next_tokens(logits, None, params(2, temperature=torch.tensor([0.0, 1.0])))
     assert mixed[0].item() == 1
 
 

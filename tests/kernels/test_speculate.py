@@ -1,4 +1,4 @@
-"""Layout, adjustment, acceptance and truncation of a verify step against loops in plain Python."""
+"""Adjustment, acceptance and truncation of a verify step against loops in plain Python."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ import torch
 from deepinfer_kernels.reference import sample as sampling
 from deepinfer_kernels.reference import speculate
 from deepinfer_kernels.registry import resolve
+from tests.kernels.packing import packed
 
 OPS = resolve("float", "cpu")
 V = 23
-
-
-def test_rows_of_a_verify_step_are_packed_and_padded():
-    first, row, offset = OPS.verify_rows(torch.tensor([2, 0, 3]), total=10)
-    assert first.tolist() == [0, 3, 4]
-    assert row.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
-    assert offset.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -29,7 +23,7 @@ def test_adjusting_verify_logits_is_adjusting_each_row_behind_its_drafts(seed):
     rows, width = rng.randint(1, 5), rng.randint(1, 5)
     length = torch.tensor([rng.randint(0, width) for _ in range(rows)])
     total = int(length.sum()) + rows + rng.randint(0, 3)
-    first, _, _ = OPS.verify_rows(length, total=total)
+    first, _, _ = packed(length, total)
     logits = torch.randn(total, V)
     drafts = torch.randint(0, 6, (rows, width))
     prompt = [[rng.randrange(8) for _ in range(4)] for _ in range(rows)]
@@ -79,7 +73,7 @@ def test_adjusting_verify_logits_is_adjusting_each_row_behind_its_drafts(seed):
 def test_drafts_stand_while_they_equal_what_was_drawn():
     drafts = torch.tensor([[7, 4, 9], [1, 2, 3], [5, 5, 5], [8, 8, 8]])
     length = torch.tensor([3, 3, 0, 2])
-    first, _, _ = OPS.verify_rows(length, total=12)
+    first, _, _ = packed(length, 12)
     drawn = torch.tensor([7, 4, 2, 6, 1, 2, 3, 4, 5, 8, -1, 8])
     tokens, accepted = OPS.accept_drawn(drawn, drafts, first, length)
     no = speculate.NO_TOKEN
@@ -132,7 +126,7 @@ def test_without_drafts_rejection_draws_what_plain_sampling_draws():
         failed=torch.zeros(n, dtype=torch.int64), first=torch.arange(n), length=torch.zeros(n, dtype=torch.int64),
         **filters,
     )  # fmt: skip
-    assert torch.equal(tokens[:, 0], OPS.sample(logits, **filters, all_greedy=False))
+    assert torch.equal(tokens[:, 0], OPS.next_tokens(logits, None, filters))
     assert not accepted.any() and (tokens[:, 1:] == speculate.NO_TOKEN).all()
 
 
@@ -152,7 +146,7 @@ def test_a_row_is_judged_the_same_alone_and_among_others():
     rows, width = 37, 5
     length = torch.randint(0, width + 1, (rows,))
     total = int(length.sum()) + rows
-    first, row, _ = OPS.verify_rows(length, total=total)
+    first, row, _ = packed(length, total)
     logits, drafts = torch.randn(total, V), torch.randint(0, V, (rows, width))
     q = torch.randn(rows, width, V)
     filters = {
@@ -187,9 +181,7 @@ def test_no_operation_waits_for_the_device():
         }  # fmt: skip
         conf = OPS.dspark_confidence(torch.zeros(rows, width), torch.ones(3, width), whole(rows))
         length = OPS.dspark_split(conf, whole(rows), whole(rows), whole())
-        first, row, offset = OPS.verify_rows(length, total=total)
-        assert row.shape == offset.shape == (total,)
-        drafts, laws = whole(rows, width), torch.zeros(rows, width, vocab)
+        first, drafts, laws = whole(rows), whole(rows, width), torch.zeros(rows, width, vocab)
         OPS.draft_sample(torch.zeros(rows, vocab), **filters, coupled=False)
         logits = OPS.adjust_verify_logits(
             torch.zeros(total, vocab), drafts=drafts, first=first, length=length, row=whole(7), token=whole(7),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer_kernels.reference.speculate import NO_TOKEN, StepRows
 from deepinfer_kernels.triton import launch
+from tests.kernels.packing import packed
 from tests.kernels.triton_cases import DEVICE, REFERENCE, TRITON, check, on_device
 from tests.kernels.triton_step_cases import INF, NAN, run, same
 
@@ -57,7 +58,7 @@ def test_greedy_tokens_of_a_row_in_parts(V: int):
     adjusted[3] = -INF
     raw = logits.clone()
     raw[4, V - 1], raw[5, 3] = NAN, INF
-    same("sample", logits, **filters(6), all_greedy=True)
+    same("next_tokens", logits, None, None)
     assert same("next_tokens", raw, adjusted, None).tolist()[3:] == [-2, -1, -1]
     same("next_tokens", raw, None, None)
 
@@ -69,7 +70,7 @@ def test_tokens_are_those_of_the_reference(V: int):
     for spread in (3.0,) if launch.INTERPRETED or V > 100_000 else (0.5, 4.0, 30.0):
         logits = torch.randn(B, V) * spread
         given = various(B)
-        same("sample", logits, **given, all_greedy=False)
+        same("next_tokens", logits, None, given)
         for coupled in (False,) if launch.INTERPRETED else (True, False):
             ids, law = run("draft_sample", logits, **given, coupled=coupled)
             expected_ids, expected = REFERENCE.draft_sample(logits, **given, coupled=coupled)
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_the_reference(V: int):
             assert torch.equal(law.isfinite() & told, expected.isfinite() & told)
             both = law.isfinite() & expected.isfinite()
             torch.testing.assert_close(law[both], expected[both], rtol=1e-6, atol=1e-6)
-    same("sample", logits, **filters(B), all_greedy=True)
+    same("next_tokens", logits, None, None)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +116,9 @@ def test_hidden_tokens_are_never_drawn_and_rows_without_a_token_say_so():
 def test_a_row_draws_the_same_alone_and_in_any_batch():
     torch.manual_seed(3)
     logits, given = torch.randn(8, 200) * 3, various(8)
-    whole = run("sample", logits, **given, all_greedy=False)
+    whole = run("next_tokens", logits, None, given)
     for rows in (slice(0, 1), slice(3, 4), slice(5, 8)):
-        part = run("sample", logits[rows], **{k: v[rows] for k, v in given.items()}, all_greedy=False)
+        part = run("next_tokens", logits[rows], None, {k: v[rows] for k, v in given.items()})
         assert torch.equal(part, whole[rows])
 
 
@@ -152,7 +153,7 @@ def test_verify_logits_are_adjusted_to_the_bit(V: int):
     torch.manual_seed(V)
     B, J = 6, 4
     length = torch.tensor([4, 0, 2, 4, 1, 3])
-    first, _, _ = REFERENCE.verify_rows(length, total=int(length.sum()) + B)
+    first, _, _ = packed(length, int(length.sum()) + B)
     logits = torch.randn(int(length.sum()) + B + 2, V) * 10
     drafts = torch.randint(0, min(V, 5), (B, J))  # drafts repeat, and some are known
     drafts[3, 2:] = -1
@@ -215,22 +216,12 @@ def test_a_budget_goes_to_the_largest_survivals(B: int, J: int):
     same("dspark_split", *many, torch.randint(0, B * J, (4, 3)))
 
 
-def test_verify_rows_are_packed():
-    torch.manual_seed(5)
-    for B in (1, 5, 200):
-        length = torch.randint(0, 6, (B,))
-        length[0] = 0
-        total = int(length.sum()) + B
-        for padding in (0, 1, 70):
-            same("verify_rows", length, total=total + padding)
-
-
 @pytest.mark.parametrize("J", [1, 5, 7])
 def test_drafts_that_were_drawn_stand_and_emitting_ends_at_stops_failures_and_length(J: int):
     torch.manual_seed(J)
     for B in (1, 40):
         length = torch.randint(0, J + 1, (B,))
-        first, row, offset = REFERENCE.verify_rows(length, total=int(length.sum()) + B)
+        first, row, offset = packed(length, int(length.sum()) + B)
         drafts = torch.randint(0, 3, (B, J))
         drafts[torch.rand(B, J) < 0.05] = -1
         wanted = drafts[row, offset.clamp(max=J - 1)]

@@ -24,9 +24,6 @@ _BACKENDS = {
     "ascend950": ("auto", "reference", "tilelang", "ascend"),
 }
 
-#: operation that no step calls → the one that does its work in a step
-UNCALLED = {"attend": "attend_cached", "sample": "next_tokens", "verify_rows": "settle_rows"}
-
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -234,15 +231,9 @@ def _kernels(p: Profile) -> list[tuple[str, str]]:
         if backend not in legal
     ]
     for op in p.kernels.overrides:
-        if op in UNCALLED:
-            text = (
-                f"kernels.overrides.{op}: no step calls {op}; use kernels.overrides.{UNCALLED[op]}, which does its work"
-            )
-            bad.append((f"kernels.overrides.{op}", text))
         if op not in OPS:
-            known = [name for name in OPS if name not in UNCALLED]
-            near = difflib.get_close_matches(op, known, 1)
-            hint = f"; did you mean {near[0]}" if near else f"; known are {', '.join(known)}"
+            near = difflib.get_close_matches(op, OPS, 1)
+            hint = f"; did you mean {near[0]}" if near else f"; known are {', '.join(OPS)}"
             bad.append((f"kernels.overrides.{op}", f"kernels.overrides.{op}: there is no operation {op}{hint}"))
     return bad
 

@@ -92,7 +92,7 @@ def draft_token(
 def verify(
     ops: Any, logits: Tensor, drafts: DraftBlock, first: Tensor, length: Tensor, inputs: VerifyInputs, *, mode: Mode
 ) -> Verdict:
-    """Judge the drafts of B rows by raw target logits f32 [T, V] in the layout of ``verify_rows``.
+    """Judge the drafts of B rows by raw target logits f32 [T, V], packed: a row's length + 1 side by side.
 
     first, length int64 [B]: a row's first logits row and how many of its drafts are under test (0: plain sampling).
     Rejection needs the drafts' ``logprobs``.

@@ -49,20 +49,6 @@ INLINE void attend_one(const uint16_t* q, const uint16_t* seen, int64_t n, const
         }
 }
 
-// q [T, N, D], keys [T, K, D], mask [T, K], sink [N] -> o [T, N, D]. Hidden keys are left out before anything is
-// summed, so that a row's result does not depend on how far its list was padded.
-EXPORT void attend(const uint16_t* q, const uint16_t* keys, const uint8_t* mask, const float* sink, uint16_t* o,
-                   int64_t T, int64_t N, int64_t K, int64_t D, float scale) {
-    uint16_t* seen = scratch<uint16_t, 0>(K * D);
-    float* p = scratch<float, 1>(N * (K + 16));
-    for (int64_t t = 0; t < T; t++, q += N * D, keys += K * D, mask += K, o += N * D) {
-        int64_t n = 0;
-        for (int64_t k = 0; k < K; k++)
-            if (mask[k]) std::memcpy(seen + n++ * D, keys + k * D, 2 * D);
-        attend_one(q, seen, n, sink, o, N, D, scale, p, K + 16);
-    }
-}
-
 // local [rows, D]; window [T, W]: row of local, -1 hidden, or -2 - row of ring; slots [T, K]: row of entries or -1.
 // Returns the first query that names a row beyond its store, or -1.
 EXPORT int64_t attend_cached(const uint16_t* q, const uint16_t* local, int64_t rows, const int64_t* window,

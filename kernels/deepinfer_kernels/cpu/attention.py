@@ -9,20 +9,7 @@ from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64, u8
 from deepinfer_kernels.cpu.cache import record
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("attention", attend="pppppiiiif", attend_cached="ppippippippiiiiif>i")
-
-
-def attend(num: Numerics, q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """[T, N, D] attention output of q [T, N, D] over keys [T, K, D] (key = value), mask [T, K] bool, sink [N]."""
-    q, keys, seen, sink = bf16(q), bf16(keys), u8(mask), f32(sink)
-    (T, N, D), K = q.shape, keys.shape[1]
-    if keys.shape != (T, K, D) or seen.shape != (T, K) or sink.shape != (N,):
-        shapes = [tuple(t.shape) for t in (keys, seen, sink)]
-        raise ValueError(f"queries {(T, N, D)}, keys, mask and sink {shapes}")
-    o = torch.empty_like(q)
-    at = (q.data_ptr(), keys.data_ptr(), seen.data_ptr(), sink.data_ptr(), o.data_ptr())
-    LIBRARY.attend(*at, T, N, K, D, scale)
-    return o
+LIBRARY = Library("attention", attend_cached="ppippippippiiiiif>i")
 
 
 def attend_cached(
@@ -36,7 +23,7 @@ def attend_cached(
     sink: Tensor,
     scale: float,
 ) -> Tensor:
-    """``attend`` of q [T, N, D] over rows of this step and records, read where they are (see the reference)."""
+    """Attention of q [T, N, D] over rows of this step and records, read where they are (see the reference)."""
     q, local, window, sink = bf16(q), bf16(local), i64(window), f32(sink)
     (T, N, D), W = q.shape, window.shape[1]
     slots = torch.empty((T, 0), dtype=torch.int64) if slots is None else i64(slots)
@@ -56,4 +43,4 @@ def attend_cached(
     return o
 
 
-OPERATIONS = (attend, attend_cached)
+OPERATIONS = (attend_cached,)

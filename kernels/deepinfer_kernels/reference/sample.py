@@ -131,36 +131,19 @@ def draw(num: Numerics, logprobs: Tensor, seed: Tensor, position: Tensor, stream
     return (logprobs - torch.log(-torch.log(u))[:, :n]).argmax(-1)
 
 
-def sample(
-    num: Numerics,
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    all_greedy: bool,
-) -> Tensor:
-    """Next token ids [B] int64 for f32 logits [B, V]; every parameter is a [B] tensor.
-
-    ``position`` is the absolute index of the token being drawn. ``all_greedy`` (known on the host) skips the noise.
-    """
-    if all_greedy:
-        return logits.argmax(-1)
-    logprobs = target_logprobs(num, logits, temperature, top_k, top_p, min_p)
-    return draw(num, logprobs, seed, position, TARGET)
-
-
 def next_tokens(num: Numerics, logits: Tensor, adjusted: Tensor | None, filters: dict[str, Tensor] | None) -> Tensor:
     """Next token ids int64 [B] by the logits f32 [B, V], or by what ``adjust_logits`` made of them.
 
-    ``filters`` are the [B] parameters of ``sample``; None: every row is greedy. A row gets ``NON_FINITE`` where a logit
-    is not finite, ``NOTHING_ALLOWED`` where the adjusted ones are all −inf.
+    ``filters``: temperature, top_k, top_p, min_p, seed and position, each [B]; the last is the absolute index of the
+    token being drawn. None: every row is greedy. A row gets ``NON_FINITE`` where a logit is not finite,
+    ``NOTHING_ALLOWED`` where the adjusted ones are all −inf.
     """
     used = logits if adjusted is None else adjusted
-    ids = used.argmax(-1) if filters is None else sample(num, used, **filters, all_greedy=False)
+    if filters is None:
+        ids = used.argmax(-1)
+    else:
+        law = target_logprobs(num, used, *(filters[name] for name in ("temperature", "top_k", "top_p", "min_p")))
+        ids = draw(num, law, filters["seed"], filters["position"])
     if adjusted is not None:
         ids = torch.where((adjusted > float("-inf")).any(-1), ids, NOTHING_ALLOWED)
     return torch.where(torch.isfinite(logits).all(-1), ids, NON_FINITE)

@@ -185,21 +185,6 @@ def _places(keys: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, numbers)
 
 
-def verify_rows(num: Numerics, length: Tensor, *, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(first int64 [B], row int64 [total], offset int64 [total]) of sequences with length[b] + 1 rows each, packed.
-
-    Row t belongs to sequence row[t], draft place offset[t] (0: the newest known token). Padding has row −1, offset 0.
-    ``total`` is known on the host and no less than the sum.
-    """
-    ends = (length + 1).cumsum(0)
-    first = ends - length - 1
-    t = torch.arange(total, device=length.device)
-    row = torch.searchsorted(ends, t, right=True)
-    inside = row < length.shape[0]
-    offset = torch.where(inside, t - first[row.clamp(max=length.shape[0] - 1)], 0)
-    return first, torch.where(inside, row, -1), offset
-
-
 def draft_sample(
     num: Numerics,
     logits: Tensor,

@@ -33,9 +33,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "move": ("copy_rows",),
     "compress": ("pool_pairs", "pool_cached", "store_pairs"),
     "head": ("head_logits",),
-    "sample": ("sample", "next_tokens", "draft_sample"),
+    "sample": ("next_tokens", "draft_sample"),
     "adjust": ("adjust_logits", "adjust_verify_logits", "token_logprobs"),
-    "speculate": ("dspark_confidence", "dspark_split", "verify_rows", "accept_drawn", "truncate_emitted"),
+    "speculate": ("dspark_confidence", "dspark_split", "accept_drawn", "truncate_emitted"),
     "commit": ("settle_rows", "sampled_rows", "commit_rows"),
 }
 #: the tile of these follows the number of rows, and with it the order of their sums; those with True have a second

@@ -405,25 +405,6 @@ def next_tokens(num: Numerics, logits: Tensor, adjusted: Tensor | None, filters:
     return _drawn(used, logits, adjusted is not None, TARGET, False, filters)[0]
 
 
-def sample(
-    num: Numerics,
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    all_greedy: bool,
-) -> Tensor:
-    """Next token ids [B] int64 for f32 logits [B, V]; every parameter is a [B] tensor."""
-    if all_greedy:
-        return _argmax(logits, None, False)
-    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position)
-    return _drawn(logits, None, False, TARGET, False, filters)[0]
-
-
 def draft_sample(
     num: Numerics,
     logits: Tensor,

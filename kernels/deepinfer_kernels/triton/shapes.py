@@ -221,8 +221,6 @@ def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
     for adjusted in (None, logits):
         for given in (None, filters):
             yield "next_tokens", (logits, adjusted, given), {}
-    for greedy in (True, False):
-        yield "sample", (logits,), {**filters, "all_greedy": greedy}
     pairs = dict.fromkeys(("row", "token", "bias_row", "bias_token", "mask_row"), _i64(1))
     pairs |= dict.fromkeys(("count", "presence", "frequency", "repetition", "bias"), _f32(1))
     yield "adjust_logits", (logits,), {**pairs, "mask": _empty(1, -(-s.V // 32), dtype=torch.int32)}
@@ -245,7 +243,6 @@ def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
         yield "sampled_rows", tuple(_i64(B) for _ in range(5)), {}
         emitted = (_i64(B, J + 1), *(_i64(B) for _ in range(4)), _i64(2), _i64(2, N))
         yield "commit_rows", (*emitted, _i64(9), _i64(9, N), _i64(9)), {}
-        yield "verify_rows", (_i64(B),), {"total": 2}
         yield "accept_drawn", (_i64(2), _i64(B, J), _i64(B), _i64(B)), {}
         yield "truncate_emitted", (_i64(B, J + 1), _i64(B)), {"stop": _i64(B, 1), "room": _i64(B)}
 

@@ -90,36 +90,6 @@ def dspark_split(num: Numerics, confidence: Tensor, cap: Tensor, admission: Tens
     return length
 
 
-@triton.jit(do_not_specialize=["B", "total"], do_not_specialize_on_alignment=["LENGTH"])
-def _verify_rows(LENGTH, FIRST, ROW, OFFSET, B, total, BT: tl.constexpr, BB: tl.constexpr):
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    row = tl.zeros((BT,), dtype=tl.int64)
-    start_of = tl.zeros((BT,), dtype=tl.int64)
-    before = tl.full((), 0, tl.int64)
-    for start in range(0, B, BB):
-        b = start + tl.arange(0, BB)
-        size = tl.load(LENGTH + b, mask=b < B, other=-1) + 1
-        end = before + tl.cumsum(size, 0)
-        if tl.program_id(0) == 0:
-            tl.store(FIRST + b, end - size, mask=b < B)
-        past = (end[None, :] <= t[:, None]) & (b < B)[None, :]
-        row += tl.sum(past.to(tl.int64), 1)
-        start_of = tl.maximum(start_of, tl.max(tl.where(past, end[None, :], 0), 1))
-        before += tl.sum(size, 0)
-    inside = row < B
-    tl.store(ROW + t, tl.where(inside, row, -1), mask=t < total)
-    tl.store(OFFSET + t, tl.where(inside, t - start_of, 0), mask=t < total)
-
-
-def verify_rows(num: Numerics, length: Tensor, *, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(first int64 [B], row int64 [total], offset int64 [total]) of packed sequences with length[b] + 1 rows each."""
-    B, device = length.shape[0], length.device
-    first, row, offset = (empty(n, dtype=int64, device=device) for n in (B, total, total))
-    grid = (max(1, blocks(total, 64)),)
-    launch(_verify_rows, grid, contiguous(length), first, row, offset, B, total, BT=64, BB=64)
-    return first, row, offset
-
-
 @triton.jit(do_not_specialize=["B", "T"], do_not_specialize_on_alignment=["DRAWN", "DRAFTS", "FIRST", "LENGTH"])
 def _accept(
     DRAWN, DRAFTS, FIRST, LENGTH, TOKENS, ACCEPTED, B, T, J: tl.constexpr, JP: tl.constexpr, ROWS: tl.constexpr

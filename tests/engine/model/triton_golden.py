@@ -14,8 +14,8 @@ from deepinfer_kernels import registry
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.triton import launch
 
-#: the form of rejection that draws from two distributions; drafts attend by ``attend_cached``
-IN_TORCH = {"accept_rejection", "attend"}
+#: the form of rejection that draws from two distributions
+IN_TORCH = {"accept_rejection"}
 
 
 def interpreted() -> registry.Ops:

@@ -102,7 +102,7 @@ def operations() -> dict:
     T, H, C = 150, 96, 4
     fn, base, scale = r(C * (C + 2), C * H) * 0.1, r(C * (C + 2)), r(3)
     gain, router, bias, sink = r(H), r(10, H), r(10), r(3)
-    w = Weight(r(80, H), "bf16")
+    w, local = Weight(r(80, H), "bf16"), r(70, 32)
     visible = torch.randint(0, 71, (T, 1), generator=g)
     return {
         "linear": ((r(T, H),), lambda ops, x: ops.linear(x, w)),
@@ -120,9 +120,9 @@ def operations() -> dict:
                 ops.gate_topk(x, router, bias, k=3, normalise=True, scale=1.5, temperature=1.0), 1
             ),
         ),
-        "attend": (
-            (r(T, 3, 32), r(T, 70, 32), torch.rand(T, 70, generator=g) < 0.5),
-            lambda ops, q, k, m: ops.attend(q, k, m, sink, 0.2),
+        "attend_cached": (
+            (r(T, 3, 32), torch.randint(-1, 70, (T, 50), generator=g)),
+            lambda ops, q, places: ops.attend_cached(q, local, places, None, None, None, sink, 0.2),
         ),
         "index_scores": (
             (r(T, 1, 4, 32), r(T, 1, 4), r(T, 70, 32), visible),
@@ -149,15 +149,15 @@ def test_operation_is_invariant_and_agrees_with_the_reference(name: str):
 def test_attention_ignores_how_wide_the_padding_is():
     ops = resolve("float", "cpu", batch_invariant=True)
     g = torch.Generator().manual_seed(2)
-    q, keys = torch.randn(4, 3, 32, generator=g), torch.randn(4, 50, 32, generator=g)
-    mask, sink = torch.rand(4, 50, generator=g) < 0.6, torch.randn(3, generator=g)
-    plain = ops.attend(q, keys, mask, sink, 0.2)
-    for front, behind in ((0, 1), (7, 0), (64, 64), (13, 200)):
-        wide = torch.nn.functional.pad(keys, (0, 0, front, behind), value=3.0)
-        seen = torch.nn.functional.pad(mask, (front, behind))
-        assert torch.equal(ops.attend(q, wide, seen, sink, 0.2), plain)
-    none = ops.attend(q, keys, torch.zeros_like(mask), sink, 0.2)
-    assert torch.equal(none, torch.zeros_like(none))
+    q, local = torch.randn(4, 3, 32, generator=g), torch.randn(90, 32, generator=g)
+    places, sink = torch.randint(-1, 90, (4, 50), generator=g), torch.randn(3, generator=g)
+
+    def attended(window: torch.Tensor) -> torch.Tensor:
+        return ops.attend_cached(q, local, window, None, None, None, sink, 0.2)
+
+    for padding in ((0, 1), (7, 0), (64, 64), (13, 200)):
+        assert torch.equal(attended(torch.nn.functional.pad(places, padding, value=-1)), attended(places))
+    assert not attended(torch.full_like(places, -1)).any()
 
 
 def test_reference_numerics_are_refused_with_the_reason(model: Path):

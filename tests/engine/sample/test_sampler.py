@@ -75,7 +75,7 @@ def test_drawn_tokens_follow_the_exact_distribution(settings: dict):
     adjusted = once if inputs.adjust is None else OPS.adjust_logits(once, **inputs.adjust)
     # one stream, many positions: the noise of a position is independent of the others'
     filters = {k: v.expand(n) for k, v in inputs.filters.items()} | {"position": torch.arange(n)}
-    ids = OPS.sample(adjusted.expand(n, V), **filters, all_greedy=False)
+    ids = OPS.next_tokens(once.expand(n, V), adjusted.expand(n, V), filters)
     seen = torch.bincount(ids, minlength=V).numpy()
     assert seen[expected == 0].sum() == 0
     big = expected * n >= 5
@@ -87,9 +87,9 @@ def test_drawn_tokens_follow_the_exact_distribution(settings: dict):
 def test_noise_of_streams_seeds_and_positions_is_independent():
     logits = torch.zeros(1, 2).expand(4096, 2)
     one = torch.ones(4096)
-    base = {"temperature": one, "top_k": one.long() * 0, "top_p": one, "min_p": one * 0, "all_greedy": False}
-    by_position = OPS.sample(logits, seed=one.long(), position=torch.arange(4096), **base).double()
-    by_seed = OPS.sample(logits, seed=torch.arange(4096), position=one.long(), **base).double()
+    base = {"temperature": one, "top_k": one.long() * 0, "top_p": one, "min_p": one * 0}
+    by_position = OPS.next_tokens(logits, None, base | {"seed": one.long(), "position": torch.arange(4096)}).double()
+    by_seed = OPS.next_tokens(logits, None, base | {"seed": torch.arange(4096), "position": one.long()}).double()
     for bits in (by_position, by_seed):
         assert abs(float(bits.mean()) - 0.5) < 4 * 0.5 / 64
         lagged = ((bits[1:] - 0.5) * (bits[:-1] - 0.5)).mean()

@@ -17,6 +17,7 @@ from deepinfer_engine.spec.accept import FAILED, FULL, GOES_ON, STOPPED, DraftBl
 from deepinfer_engine.spec.budget import split_budget
 from deepinfer_engine.types import Request, SamplingParams, Sequence
 from deepinfer_kernels.registry import resolve
+from tests.kernels.packing import packed
 
 OPS = resolve("float", "cpu")
 V, J = 6, 3
@@ -72,7 +73,7 @@ def speculate(rows, lengths, *, mode: str, grammar: bool = False, room=None, sto
     inputs = sampler.prepare_verify(rows, masks, places=J + 1, stops=stops or [()] * len(rows), room=room)
     length = torch.as_tensor(lengths(ids))
     total = int(length.sum()) + len(rows) + 2
-    first, row, offset = OPS.verify_rows(length, total=total)
+    first, row, offset = packed(length, total)
     known = torch.cat((torch.tensor([[s.token_ids[-1]] for s in rows]), ids), 1)
     logits = TARGET[known[row.clamp(min=0), offset]]
     if logits_of is not None:
