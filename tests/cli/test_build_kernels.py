@@ -180,7 +180,7 @@ def test_what_stands_in_the_way_is_exit_3(capsys, cache, compiler, tmp_path, mon
     [
         (["--ops", "rms_nrom"], "no operation named 'rms_nrom'", "did you mean rms_norm?"),
         (["--ops", "qqqq"], "no operation named 'qqqq'", "there are: attend"),
-        (["--ops", "engram_lookup"], "engram_lookup is not compiled for cpu", "there are: attend"),
+        (["--ops", "count_choices"], "count_choices is not compiled for cpu", "there are: attend"),
         (["--ops", ""], "--ops has an empty name", "there are: attend"),
         (["--ops", "rope,"], "--ops has an empty name", "there are: attend"),
         (["--target", "sm90"], "--target is given more than once: cpu, sm90", "build one at a time"),

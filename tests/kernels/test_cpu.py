@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer_kernels import parts
 from deepinfer_kernels.cpu.binary import Library, source
 from deepinfer_kernels.cpu.families import FAMILIES
-from deepinfer_kernels.cpu.moe import prepare_weight
 from deepinfer_kernels.ops import OPS
-from deepinfer_kernels.reference import attention, quantise
+from deepinfer_kernels.reference import attention
 from deepinfer_kernels.reference.linear import Weight
-from deepinfer_kernels.reference.moe import ExpertBank
-from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, Ops, resolve
+from tests.kernels.cpu_inputs import D, E, K, N, bf, make, rows_of, weight
 
 SIZES = (1, 2, 7, 64)
 OPERATIONS = [name for family in FAMILIES.values() for name in family.operations]
 #: operations over rows; what prepares weights has tests of its own
 ROW_OPERATIONS = [name for name in OPERATIONS if name != "prepare_weight"]
-H, C, E, K, WIDTH, N, D = 160, 4, 12, 3, 64, 5, 64
+#: operations that write into an argument, and which one
+STORES = {"store_rows": (0,), "store_pairs": (0,), "store_entries": (5,)}
 
 
 @pytest.fixture(scope="module")
@@ -48,100 +48,6 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def bf(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).bfloat16()
-
-
-def weight(*shape: int) -> Weight:
-    return Weight(bf(*shape, scale=shape[-1] ** -0.5), "fp8")
-
-
-def experts(slots: int, out: int, inner: int, low: int = 119, high: int = 123) -> Weight:
-    """Random MXFP4 weights in panels, of scales from 2^(low - 127) to 2^(high - 128)."""
-    codes = torch.randint(0, 256, (slots, out, inner // 2), dtype=torch.uint8)
-    scales = torch.randint(low, high, (slots, out, inner // 32), dtype=torch.uint8)
-    return prepare_weight(NUMERICS["fast"], codes, scales, "fp4")
-
-
-def rows_of(T: int, width: int) -> Tensor:
-    """Random rows, of magnitudes from 2^-40 to 2^20, the first one zero and the last one with equal values."""
-    x = bf(T, width) * torch.exp2(torch.randint(-40, 20, (T, 1)).float()).bfloat16()
-    if T > 2:
-        x[0], x[-1] = 0, 0.75
-    return x
-
-
-def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an operation for T rows; whatever belongs to rows comes first and has T rows."""
-    torch.manual_seed(T)
-    if name == "linear":
-        return (bf(T, H), weight(100, H)), {}
-    if name == "linear_grouped":
-        return (bf(T, 2, 96), weight(2, 33, 96)), {}
-    if name == "head_logits":
-        return (bf(T, H), weight(515, H)), {}
-    if name == "rms_norm":
-        return (rows_of(T, 200), torch.rand(200).bfloat16(), 1e-20), {}
-    if name == "rope":
-        angle = torch.rand(T, 8) * 100
-        return (bf(T, N, D), angle.cos(), angle.sin()), {}
-    if name == "mhc_mixes":
-        fn = torch.randn(C * (C + 2), C * H) * 0.05
-        return (bf(T, C, H), fn, torch.randn(C * (C + 2)), torch.rand(3)), dict(rms_eps=1e-20, hc_eps=1e-6, iters=20)
-    if name == "mhc_collapse":
-        return (bf(T, C, H), torch.rand(T, C)), {}
-    if name == "mhc_expand":
-        return (bf(T, C, H), bf(T, H), torch.rand(T, C), torch.rand(T, C, C)), {}
-    if name == "gate_topk":
-        choice = dict(k=K, normalise=True, scale=1.5, temperature=1.0)
-        return (bf(T, H), torch.randn(E, H) * 0.1, torch.rand(E)), choice
-    if name == "moe_experts":
-        counts = torch.bincount(torch.randint(0, E, (T * K,)), minlength=E)
-        bank = ExpertBank(experts(E, WIDTH, H), experts(E, WIDTH, H), experts(E, H, WIDTH))
-        return (bf(T * K, H, scale=4), counts, bank, torch.rand(T * K), 2.0), {}
-    if name == "shared_expert":
-        return (bf(T, H, scale=4), weight(WIDTH, H), weight(WIDTH, H), weight(H, WIDTH), 2.0), {}
-    if name == "moe_combine":
-        return (bf(T * K, H), torch.randperm(T * K), bf(T, H), K), {}
-    if name == "dispatch_permute":
-        return (torch.randint(0, E, (T, K)), E), {}
-    if name == "attend_cached":
-        window = torch.randint(-52, T, (T, 33))  # rows of this step, hidden, and 50 rows of the ring
-        window[0] = -1
-        slots = torch.randint(-3, 40, (T, 9)).clamp(min=-1)
-        ring, entries = quantise.pack_window(rows_of(51, D)), quantise.pack_global(rows_of(40, D))
-        return (bf(T, N, D), bf(T, D), window, ring, slots, entries, torch.randn(N), D**-0.5), {}
-    if name == "pack_rows":
-        return (rows_of(T, D), "window"), {}
-    if name == "unpack_rows":
-        return (quantise.pack_global(rows_of(T, D)), "global"), {}
-    if name == "load_rows":
-        return (quantise.pack_window(rows_of(50, D)), torch.randint(-1, 50, (T, 6)), "window"), {}
-    if name == "store_rows":
-        return (
-            torch.zeros(100, 33, dtype=torch.uint8),
-            1 + torch.randperm(99)[:T],
-            quantise.pack_window(rows_of(T, 32)),
-        ), {}
-    if name == "quantise_index_query":
-        return (rows_of(T * 4, 32).view(T, 4, 32),), {}
-    if name == "index_scores":
-        return (bf(T, 2, 4, 32), bf(T, 2, 4), bf(T, 37, 32), torch.randint(0, 38, (T, 2))), {}
-    if name == "select_topk":
-        scores = torch.randint(-3, 4, (T, 2, 37)).float()  # many ties
-        return (scores.masked_fill(torch.rand(T, 2, 37) < 0.4, float("-inf")),), dict(k=12)
-    if name == "engram_hash":
-        classes = torch.randint(-1, 50, (T, 4))
-        primes = torch.tensor([[97, 101], [103, 107], [109, 113]])
-        return (classes, 2, torch.tensor([3, 5, 2**40 + 1, 11]), primes, torch.arange(6).view(3, 2) * 200), {}
-    if name == "dequantise_table":
-        return tuple(quantise.quantise_q8(rows_of(T, D))), {}
-    if name == "engram_gate":
-        dead = torch.rand(T) < 0.3
-        return (bf(T, C, H), bf(T, (C + 1) * H), torch.rand(C, H), torch.rand(C, H), dead, 1e-20), {}
-    raise AssertionError(f"no inputs for {name}")
-
-
 def attend(ops: Ops, q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
     """Attention of every row over keys [T, K, D] of its own, which are given as rows of this step."""
     places = torch.arange(mask.numel()).view(mask.shape).masked_fill(~mask, -1)
@@ -149,7 +55,18 @@ def attend(ops: Ops, q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale:
 
 
 def outputs(result: Any) -> tuple[Tensor, ...]:
+    if result is None:
+        return ()
     return result if isinstance(result, tuple) else (result,)
+
+
+def after(ops: Ops, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What an operation returns, and the store as it leaves it; the one among ``args`` stays as it is."""
+    given = list(args)
+    stores = [given.pop(i).clone() for i in STORES.get(name, ())]
+    for i, store in zip(STORES.get(name, ()), stores, strict=True):
+        given.insert(i, store)
+    return (*outputs(getattr(ops, name)(*given, **kwargs)), *stores)
 
 
 def check(name: str, got: Any, expected: Any) -> None:
@@ -168,22 +85,37 @@ def check(name: str, got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("T", SIZES)
-@pytest.mark.parametrize("name", [n for n in ROW_OPERATIONS if n != "store_rows"])
+@pytest.mark.parametrize("name", ROW_OPERATIONS)
 def test_agrees_with_the_reference(compiled: Ops, reference: Ops, name: str, T: int):
     args, kwargs = make(name, T)
     assert compiled.chosen[name].backend == "cpu"
-    expected = getattr(reference, name)(*args, **kwargs)
+    expected = after(reference, name, args, kwargs)
     with poisoned():
-        got = getattr(compiled, name)(*args, **kwargs)
+        got = after(compiled, name, args, kwargs)
     check(name, got, expected)
 
+
+#: arguments that belong to no row of the batch
+SHARED = {
+    "moe_combine": (0, 1),
+    "load_rows": (0,),
+    "attend_cached": (1,),
+    "pool_cached": (0, 1, 2),
+    "pair_places": (2, 3, 5),
+    "window_rows": (1,),
+    "store_entries": (1, 5),
+}
+#: operations on whole numbers alone
+INTEGERS = ("dispatch_permute", "engram_hash", "token_classes", "entry_slots", "window_places", "pair_places")
 
 #: arguments whose rows may hold anything; all bytes of records and tables are tried elsewhere
 FAULTY = [
     (n, 0)
     for n in ROW_OPERATIONS
-    if n not in ("unpack_rows", "load_rows", "store_rows", "dequantise_table", "dispatch_permute", "engram_hash")
+    if n not in ("unpack_rows", "load_rows", "store_rows", "dequantise_table", "store_pairs", "pool_pairs")
+    and n not in ("embed", "embed_streams", "engram_lookup", *INTEGERS)
 ]
+FAULTY += [("embed", 1), ("embed_streams", 1), ("pool_cached", 1), ("pool_cached", 2)]
 FAULTY += [("index_scores", 2), ("mhc_expand", 1), ("moe_combine", 2), ("engram_gate", 1)]
 
 
@@ -206,18 +138,22 @@ def test_a_row_that_is_no_number_stays_one_and_harms_no_other(
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ROW_OPERATIONS if OPS[n].row_independent and n not in ("moe_experts", "store_rows")]
+    "name",
+    [n for n in ROW_OPERATIONS if OPS[n].row_independent and n not in ("moe_experts", "store_rows", "store_pairs")],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(compiled: Ops, name: str):
     args, kwargs = make(name, 64)
     call: Callable[..., Any] = getattr(compiled, name)
     whole = outputs(call(*args, **kwargs))
-    shared = {"moe_combine": (0, 1), "load_rows": (0,), "attend_cached": (1,)}.get(name, ())
+    shared = SHARED.get(name, ())
+
+    def of_rows(a: Any, rows: slice) -> Any:
+        if isinstance(a, tuple):
+            return tuple(of_rows(b, rows) for b in a)
+        return a[rows] if isinstance(a, Tensor) and a.shape[:1] == (64,) else a
+
     for start, stop in ((0, 1), (5, 6), (63, 64), (3, 5), (10, 17), (0, 63)):
-        part = [
-            a[start:stop] if isinstance(a, Tensor) and a.shape[:1] == (64,) and i not in shared else a
-            for i, a in enumerate(args)
-        ]
+        part = [a if i in shared else of_rows(a, slice(start, stop)) for i, a in enumerate(args)]
         if name == "moe_combine":
             part[1] = args[1][start * K : stop * K]
             part[0] = args[0][part[1]]
@@ -287,6 +223,64 @@ def test_every_stored_byte_reads_as_the_reference_does(compiled: Ops, reference:
     assert torch.equal(got.isnan(), expected.isnan()) and bool(expected.isnan().any())
     real = ~expected.isnan()
     assert torch.equal(got[real].view(torch.int16), expected[real].view(torch.int16))
+
+
+@pytest.mark.parametrize("T", [0, 1, 64])
+@pytest.mark.parametrize("name", sorted(parts.OPERATIONS))
+def test_a_fused_operation_has_the_bits_of_its_compiled_parts(compiled: Ops, name: str, T: int):
+    args, kwargs = make(name, 64)
+    kept = {**SHARED, "engram_lookup": (0, 1)}.get(name, ())
+    args = tuple(a[:T] if isinstance(a, Tensor) and len(a) == 64 and i not in kept else a for i, a in enumerate(args))
+    if T and name in STORES:
+        args = tuple(a.index_fill(0, torch.tensor(0), -1) if a is args[STORES[name][0] + 1] else a for a in args)
+    apart = next(i for i in IMPLEMENTATIONS[name] if i.backend == "parts")
+    composed = Ops(compiled.numerics, "cpu", compiled.chosen | {name: apart})
+    with poisoned():
+        got = after(compiled, name, args, kwargs)
+    for a, b in zip(got, after(composed, name, args, kwargs), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_what_names_nothing_is_refused_by_fused_operations_and_stores_stay_as_they_were(compiled: Ops):
+    for name, at, wrong, message in (
+        ("store_entries", 6, 100, "slot 100 is beyond a store of 100 rows"),
+        ("store_pairs", 1, 100, "slot 100 is beyond a store of 100 rows"),
+        ("pool_cached", 3, 7, "pair 4 reads beyond 7 rows"),
+        ("dispatch_rows", 1, E, f"slot {E} is not in 0..{E - 1}"),
+        ("entry_slots", 1, 5, "row 5 is not in a table of 5 rows"),
+        ("window_places", 1, 3, "row 3 is not among 3 spans"),
+        ("pair_places", 0, 7, "pair 4 names token 7 of 7"),
+        ("embed", 0, 50, "token 50 is not in a vocabulary of 50"),
+        ("embed_streams", 0, -1, "token -1 is not in a vocabulary of 50"),
+        ("token_classes", 0, 50, "token 50 is beyond a vocabulary of 50"),
+        ("engram_lookup", 2, 50, "row 50 is not in a table of 50"),
+    ):
+        args, kwargs = make(name, 7)
+        given = list(args)
+        given[at] = given[at].index_fill(0, torch.tensor(4), wrong)
+        with pytest.raises(IndexError, match=message):
+            getattr(compiled, name)(*given, **kwargs)
+        for i in STORES.get(name, ()):
+            assert not args[i].any()
+    with pytest.raises(IndexError, match="row 0 is not in a table of 1 rows of 0 blocks"):
+        blocks = torch.zeros(1, 0, dtype=torch.int64)
+        compiled.entry_slots(None, torch.zeros(1, dtype=torch.int64), blocks, per_block=8, count=3)
+    for name in ("window_places", "pair_places"):
+        args, kwargs = make(name, 7)
+        with pytest.raises(ValueError, match="a ring of 0"):
+            getattr(compiled, name)(*args, **(kwargs | {"ring": 0}))
+
+
+def test_places_without_older_rows_and_entries_from_the_first_on(compiled: Ops, reference: Ops):
+    (position, row, spans, _), kwargs = make("window_places", 64)
+    places = [ops.window_places(position, row, spans, None, **kwargs) for ops in (compiled, reference)]
+    assert torch.equal(*places)
+    (_, rows, table), _ = make("entry_slots", 64)
+    slots = [ops.entry_slots(None, rows, table, per_block=8, count=50) for ops in (compiled, reference)]
+    assert torch.equal(*slots)
+    args = list(make("pool_cached", 64)[0])
+    args[2] = None
+    check("pool_cached", compiled.pool_cached(*args), reference.pool_cached(*args))
 
 
 def test_equal_scores_go_to_the_lowest_expert(compiled: Ops, reference: Ops):
@@ -370,7 +364,7 @@ def test_they_serve_fast_numerics_only_and_batch_invariance_too(kernel_cache: Pa
     chosen = resolve("fast", "cpu", batch_invariant=True, cache=kernel_cache).chosen
     assert {name for name, i in chosen.items() if i.backend == "cpu"} == set(OPERATIONS)
     one = resolve("fast", "cpu", {"linear": "auto", "rope": "reference"}, backend="cpu", cache=kernel_cache).chosen
-    assert (one["linear"].backend, one["rope"].backend, one["embed"].backend) == ("cpu", "reference", "reference")
+    assert (one["linear"].backend, one["rope"].backend, one["rope_angles"].backend) == ("cpu", "reference", "reference")
 
 
 def test_every_compiled_operation_is_registered_once():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpu.binary import Library, bf16, i64, u8
+from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64, u8
+from deepinfer_kernels.cpu.norm import norm_weight
 from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(
@@ -14,6 +15,9 @@ LIBRARY = Library(
     unpack_rows="ppiiw",
     load_rows="pippiiw>i",
     store_rows="pippii>i",
+    store_pairs="pipppii>i",
+    window_rows="ppwppppiiif",
+    store_entries="ppwpppippiiifw>i",
     quantise_index_query="ppii",
 )
 
@@ -58,9 +62,7 @@ def store_rows(num: Numerics, store: Tensor, slots: Tensor, packed: Tensor) -> N
     packed = packed.contiguous()
     size = packed.nbytes // max(1, len(packed))
     at = (store.data_ptr(), store.shape[0], slots.data_ptr(), packed.data_ptr())
-    bad = LIBRARY.store_rows(*at, slots.numel(), size)
-    if bad >= 0:
-        raise IndexError(f"slot {int(slots[bad])} is beyond a store of {store.shape[0]} rows")
+    _stored(LIBRARY.store_rows(*at, slots.numel(), size), slots, store.shape[0])
 
 
 def load_rows(num: Numerics, store: Tensor, slots: Tensor, kind: str) -> Tensor:
@@ -69,9 +71,7 @@ def load_rows(num: Numerics, store: Tensor, slots: Tensor, kind: str) -> Tensor:
     code, values, _ = record(kind, store.shape[-1], stored=True)
     out = torch.empty((*slots.shape, values), dtype=torch.bfloat16)
     at = (store.data_ptr(), store.shape[0], slots.data_ptr(), out.data_ptr())
-    bad = LIBRARY.load_rows(*at, slots.numel(), values, code)
-    if bad >= 0:
-        raise IndexError(f"slot {int(slots.flatten()[bad])} is beyond a store of {store.shape[0]} rows")
+    _stored(LIBRARY.load_rows(*at, slots.numel(), values, code), slots, store.shape[0])
     return out
 
 
@@ -84,4 +84,77 @@ def quantise_index_query(num: Numerics, iq: Tensor) -> Tensor:
     return out
 
 
-OPERATIONS = (pack_rows, unpack_rows, store_rows, load_rows, quantise_index_query)
+def store_pairs(num: Numerics, store: Tensor, slots: Tensor, value: Tensor, gate: Tensor) -> None:
+    """store[slots[i]] = (value[i], gate[i]), f32 [R, 2, D], as ``store_rows`` does it."""
+    slots, value, gate = i64(slots), f32(value), f32(gate)
+    (T, D), R = value.shape, store.shape[0]
+    if store.shape != (R, 2, D) or gate.shape != (T, D) or slots.shape != (T,):
+        shapes = [tuple(t.shape) for t in (store, slots, gate)]
+        raise ValueError(f"values {(T, D)}, store, slots and gates {shapes}")
+    if store.dtype is not torch.float32 or not store.is_contiguous():
+        raise ValueError(f"the store must be contiguous float32, got {store.dtype}")
+    at = (store.data_ptr(), R, slots.data_ptr(), value.data_ptr(), gate.data_ptr())
+    _stored(LIBRARY.store_pairs(*at, T, D), slots, R)
+
+
+def window_rows(
+    num: Numerics, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(window rows as every reader sees them [T, D], as stored) of x [T, D]: normed, rotated, quantised."""
+    x, cos, sin = bf16(x), f32(cos), f32(sin)
+    T, D, half = _turned(x, cos, sin)
+    _, _, size = record("window", D, stored=False)
+    rows, packed = torch.empty_like(x), torch.empty((T, size), dtype=torch.uint8)
+    at = (x.data_ptr(), *norm_weight(weight, D), cos.data_ptr(), sin.data_ptr(), rows.data_ptr(), packed.data_ptr())
+    LIBRARY.window_rows(*at, T, D, half, eps)
+    return rows, packed
+
+
+def store_entries(
+    num: Numerics,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    store: Tensor,
+    slots: Tensor,
+    kind: str,
+) -> Tensor:
+    """Normed x [T, D]; their rotated rows go, packed, to ``slots`` [T] of ``store`` as ``store_rows`` does it."""
+    x, cos, sin, slots = bf16(x), f32(cos), f32(sin), i64(slots)
+    T, D, half = _turned(x, cos, sin)
+    code, _, size = record(kind, D, stored=False)
+    if store.dtype is not torch.uint8 or store.shape[1:] != (size,) or not store.is_contiguous():
+        raise ValueError(f"{kind} records of {size} bytes into {tuple(store.shape)} {store.dtype}")
+    if slots.shape != (T,):
+        raise ValueError(f"{T} rows, slots {tuple(slots.shape)}")
+    normed = torch.empty_like(x)
+    at = (x.data_ptr(), *norm_weight(weight, D), cos.data_ptr(), sin.data_ptr(), store.data_ptr(), store.shape[0])
+    _stored(LIBRARY.store_entries(*at, slots.data_ptr(), normed.data_ptr(), T, D, half, eps, code), slots, len(store))
+    return normed
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int]:
+    """Rows, their width and the angles of each."""
+    (T, D), half = x.shape, cos.shape[-1]
+    if cos.shape != (T, half) or sin.shape != cos.shape or 2 * half > D:
+        raise ValueError(f"rows {(T, D)}, angles {tuple(cos.shape)} and {tuple(sin.shape)}")
+    return T, D, half
+
+
+def _stored(bad: int, slots: Tensor, rows: int) -> None:
+    if bad >= 0:
+        raise IndexError(f"slot {int(slots.flatten()[bad])} is beyond a store of {rows} rows")
+
+
+OPERATIONS = (
+    pack_rows,
+    unpack_rows,
+    store_rows,
+    load_rows,
+    quantise_index_query,
+    store_pairs,
+    window_rows,
+    store_entries,
+)

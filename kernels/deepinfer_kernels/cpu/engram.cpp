@@ -2,6 +2,17 @@
 #include <cmath>
 #include "formats.h"
 
+// ids [count], table [V] -> classes [count], -1 of ids below 0 and of ``image``; returns the first id beyond the table,
+// or -1
+EXPORT int64_t token_classes(const int64_t* ids, const int64_t* table, int64_t image, int64_t* classes, int64_t count,
+                             int64_t V) {
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] >= V) return i;
+        classes[i] = ids[i] < 0 || ids[i] == image ? -1 : table[ids[i]];
+    }
+    return -1;
+}
+
 // classes [T, nmax]; multipliers [nmax]; primes, offsets [nmax - 1, heads] -> ids [T, (nmax - 1) * heads]
 EXPORT void engram_hash(const int64_t* classes, int64_t pad, const int64_t* multipliers, const int64_t* primes,
                         const int64_t* offsets, int64_t* ids, int64_t T, int64_t nmax, int64_t heads) {
@@ -25,17 +36,28 @@ EXPORT void dequantise_table(const uint8_t* weight, const uint8_t* scale, uint16
     for (int64_t m = 0; m < M; m++) unpack_fp8(weight + m * width, scale + m * width / 32, out + m * width, width);
 }
 
-// X [T, C, H], projected [T, (C + 1) * H], weight [C, H] (product of both norms' weights), dead [T] or null
-// -> out [T, C, H], gate [T, C]
-EXPORT void engram_gate(const uint16_t* X, const uint16_t* projected, const float* weight, const uint8_t* dead,
-                        uint16_t* out, float* gate, int64_t T, int64_t C, int64_t H, float eps) {
+// weight [R, width] E4M3, scale [R, width / 32] E8M0, ids [count] -> out [count, width]; returns the first id that is
+// not in the table, or -1
+EXPORT int64_t engram_lookup(const uint8_t* weight, const uint8_t* scale, const int64_t* ids, uint16_t* out,
+                             int64_t count, int64_t R, int64_t width) {
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= R) return i;
+        unpack_fp8(weight + ids[i] * width, scale + ids[i] * width / 32, out + i * width, width);
+    }
+    return -1;
+}
+
+// X [T, C, H], projected [T, (C + 1) * H], weights of both norms [C, H], dead [T] or null -> out [T, C, H], gate [T, C]
+EXPORT void engram_gate(const uint16_t* X, const uint16_t* projected, const float* q_weight, const float* k_weight,
+                        const uint8_t* dead, uint16_t* out, float* gate, int64_t T, int64_t C, int64_t H, float eps) {
     for (int64_t t = 0; t < T; t++, projected += (C + 1) * H)
         for (int64_t c = 0; c < C; c++, X += H, out += H, gate++) {
             const uint16_t *key = projected + c * H, *value = projected + C * H;
             F16 dots = {}, streams = {}, keys = {};
             for (int64_t h = 0; h < H; h += 16) {
                 F16 x = load_bf16(X + h, H - h), k = load_bf16(key + h, H - h);
-                dots = fma16(x * load_f32(weight + c * H + h, H - h), k, dots);
+                F16 w = load_f32(q_weight + c * H + h, H - h) * load_f32(k_weight + c * H + h, H - h);
+                dots = fma16(x * w, k, dots);
                 streams = fma16(x, x, streams);
                 keys = fma16(k, k, keys);
             }

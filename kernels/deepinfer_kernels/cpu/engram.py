@@ -5,10 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_kernels.cpu.binary import Library, bf16, i64, u8
+from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64, u8
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("engram", engram_hash="pippppiii", dequantise_table="pppii", engram_gate="ppppppiiif")
+LIBRARY = Library(
+    "engram",
+    token_classes="ppipii>i",
+    engram_hash="pippppiii",
+    dequantise_table="pppii",
+    engram_lookup="ppppiii>i",
+    engram_gate="pppppppiiif",
+)
+
+
+def token_classes(num: Numerics, ids: Tensor, table: Tensor, image: int | None) -> Tensor:
+    """Hash class of each token id; −1 for ids below 0 (before the start) and for ``image``."""
+    ids, table = i64(ids), i64(table)
+    classes = torch.empty_like(ids)
+    at = (ids.data_ptr(), table.data_ptr(), -1 if image is None else image, classes.data_ptr())
+    bad = LIBRARY.token_classes(*at, ids.numel(), table.numel())
+    if bad >= 0:
+        raise IndexError(f"token {int(ids.flatten()[bad])} is beyond a vocabulary of {table.numel()}")
+    return classes
 
 
 def engram_hash(
@@ -37,20 +55,36 @@ def dequantise_table(num: Numerics, weight: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
+def engram_lookup(num: Numerics, weight: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+    """Values [T, columns · width] of table rows ids [T, columns]: E4M3 bytes [R, width], scales [R, width/32]."""
+    weight, scale, ids = u8(weight), u8(scale), i64(ids)
+    (rows, width), (T, columns) = weight.shape, ids.shape
+    if width % 32 or scale.shape != (rows, width // 32):
+        raise ValueError(f"table {(rows, width)}, scales {tuple(scale.shape)}")
+    out = torch.empty((T, columns * width), dtype=torch.bfloat16)
+    at = (weight.data_ptr(), scale.data_ptr(), ids.data_ptr(), out.data_ptr())
+    bad = LIBRARY.engram_lookup(*at, ids.numel(), rows, width)
+    if bad >= 0:
+        raise IndexError(f"row {int(ids.flatten()[bad])} is not in a table of {rows}")
+    return out
+
+
 def engram_gate(
     num: Numerics, X: Tensor, projected: Tensor, q_weight: Tensor, k_weight: Tensor, dead: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(streams with the memory mixed in [T, C, H], gate [T, C] f32); projected [T, (C+1)·H]."""
-    X, projected = bf16(X), bf16(projected)
+    X, projected, q_weight, k_weight = bf16(X), bf16(projected), f32(q_weight), f32(k_weight)
     T, C, H = X.shape
-    weight = (q_weight.float() * k_weight.float()).expand(C, H).contiguous()
+    if any(w.shape != (C, H) for w in (q_weight, k_weight)):
+        raise ValueError(f"streams {(T, C, H)}, weights {tuple(q_weight.shape)} and {tuple(k_weight.shape)}")
     if projected.shape != (T, (C + 1) * H) or (dead is not None and dead.shape != (T,)):
         raise ValueError(f"streams {(T, C, H)}, projection {tuple(projected.shape)}")
     mask = None if dead is None else u8(dead)
     out, gate = torch.empty_like(X), torch.empty((T, C))
-    at = (X.data_ptr(), projected.data_ptr(), weight.data_ptr(), None if mask is None else mask.data_ptr())
-    LIBRARY.engram_gate(*at, out.data_ptr(), gate.data_ptr(), T, C, H, eps)
+    at = [t.data_ptr() for t in (X, projected, q_weight, k_weight)]
+    at += [None if mask is None else mask.data_ptr(), out.data_ptr(), gate.data_ptr()]
+    LIBRARY.engram_gate(*at, T, C, H, eps)
     return out, gate
 
 
-OPERATIONS = (engram_hash, dequantise_table, engram_gate)
+OPERATIONS = (token_classes, engram_hash, dequantise_table, engram_lookup, engram_gate)

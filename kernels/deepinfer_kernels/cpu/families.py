@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from deepinfer_kernels.cpu import attention, cache, engram, hyper, index, linear, moe, norm
+from deepinfer_kernels.cpu import (
+    attention,
+    cache,
+    compress,
+    engram,
+    hyper,
+    index,
+    linear,
+    moe,
+    norm,
+    permute,
+    places,
+)
 from deepinfer_kernels.cpu.binary import Library
 
 
@@ -18,5 +30,5 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     module.LIBRARY.family: Family(module.LIBRARY, {fn.__name__: fn for fn in module.OPERATIONS})
-    for module in (attention, cache, engram, hyper, index, linear, moe, norm)
+    for module in (attention, cache, compress, engram, hyper, index, linear, moe, norm, permute, places)
 }

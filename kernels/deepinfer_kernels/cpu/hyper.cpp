@@ -1,6 +1,5 @@
 // Hyper-connections: mixing coefficients with Sinkhorn balancing, collapse and expand of the C streams.
-#include <cmath>
-#include "lanes.h"
+#include "rows.h"
 
 static const int64_t MOST = 8;  // streams; ctypes callers check it
 
@@ -93,12 +92,16 @@ EXPORT void mhc_mixes(const uint16_t* X, const float* fn, const float* base, con
 
 // X [T, C, H], pre [T, C] -> y [T, H]
 EXPORT void mhc_collapse(const uint16_t* X, const float* pre, uint16_t* y, int64_t T, int64_t C, int64_t H) {
-    for (int64_t t = 0; t < T; t++, X += C * H, pre += C, y += H)
-        for (int64_t h = 0; h < H; h += 16) {
-            F16 sum = pre[0] * load_bf16(X + h, H - h);
-            for (int64_t c = 1; c < C; c++) sum = sum + pre[c] * load_bf16(X + c * H + h, H - h);
-            store_bf16(y + h, sum, H - h);
-        }
+    for (int64_t t = 0; t < T; t++) collapse_row(X + t * C * H, pre + t * C, y + t * H, C, H);
+}
+
+// The same, normed by weight [H], which is bf16, or f32 where wide
+EXPORT void mhc_collapse_norm(const uint16_t* X, const float* pre, const void* weight, int32_t wide, uint16_t* y,
+                              int64_t T, int64_t C, int64_t H, float eps) {
+    for (int64_t t = 0; t < T; t++, y += H) {
+        collapse_row(X + t * C * H, pre + t * C, y, C, H);
+        norm_row(y, weight, wide, y, H, eps);
+    }
 }
 
 // X [T, C, H], y [T, H], post [T, C], comb [T, C, C] -> out [T, C, H]

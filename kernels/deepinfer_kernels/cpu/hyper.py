@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels.cpu.binary import Library, bf16, f32
+from deepinfer_kernels.cpu.norm import norm_weight
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("hyper", mhc_mixes="pppppppiiiffi", mhc_collapse="pppiii", mhc_expand="pppppiii")
+LIBRARY = Library(
+    "hyper",
+    mhc_mixes="pppppppiiiffi",
+    mhc_collapse="pppiii",
+    mhc_collapse_norm="pppwpiiif",
+    mhc_expand="pppppiii",
+)
 
 #: streams the source has room for
 _MOST = 8
@@ -46,6 +53,16 @@ def mhc_collapse(num: Numerics, X: Tensor, pre: Tensor) -> Tensor:
     return y
 
 
+def mhc_collapse_norm(num: Numerics, X: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``mhc_collapse``, then RMSNorm by weight [H] → [T, H]."""
+    X, pre = bf16(X), f32(pre)
+    T, C, H = _streams(X, pre)
+    y = torch.empty((T, H), dtype=X.dtype)
+    at = (X.data_ptr(), pre.data_ptr(), *norm_weight(weight, H), y.data_ptr())
+    LIBRARY.mhc_collapse_norm(*at, T, C, H, eps)
+    return y
+
+
 def mhc_expand(num: Numerics, X: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """X'_j = post_j · y + Σ_i comb_ij · X_i → [T, C, H]."""
     X, y, post, comb = bf16(X), bf16(y), f32(post), f32(comb)
@@ -57,4 +74,4 @@ def mhc_expand(num: Numerics, X: Tensor, y: Tensor, post: Tensor, comb: Tensor) 
     return out
 
 
-OPERATIONS = (mhc_mixes, mhc_collapse, mhc_expand)
+OPERATIONS = (mhc_mixes, mhc_collapse, mhc_collapse_norm, mhc_expand)

@@ -1,4 +1,4 @@
-// Router, routed experts, shared expert, and the permutation around them.
+// Router, routed experts, shared expert, and their sum.
 #include <algorithm>
 #include <cmath>
 #include "packed.h"
@@ -108,23 +108,4 @@ EXPORT void moe_combine(const uint16_t* y, const int64_t* order, const uint16_t*
             for (int64_t n = 1; n < k; n++) sum = sum + load_bf16(y + order[n] * H + h, H - h);
             store_bf16(out + h, sum + load_bf16(shared + h, H - h), H - h);
         }
-}
-
-// slots [pairs], k choices per token -> token, order [pairs], counts [S]; returns the first pair whose slot is out of
-// range, or -1
-EXPORT int64_t dispatch_permute(const int64_t* slots, int64_t* token, int64_t* order, int64_t* counts, int64_t pairs,
-                                int64_t k, int64_t S) {
-    int64_t* next = scratch<int64_t, 5>(S + 1);
-    std::fill(counts, counts + S, 0);
-    for (int64_t p = 0; p < pairs; p++) {
-        if (slots[p] < 0 || slots[p] >= S) return p;
-        counts[slots[p]]++;
-    }
-    next[0] = 0;
-    for (int64_t s = 0; s < S; s++) next[s + 1] = next[s] + counts[s];
-    for (int64_t p = 0; p < pairs; p++) {
-        order[p] = next[slots[p]]++;
-        token[order[p]] = p / k;
-    }
-    return -1;
 }

@@ -1,4 +1,4 @@
-"""Router, routed experts over physical slots, shared expert, and the permutation around them."""
+"""Router, routed experts over physical slots, shared expert, and their sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ LIBRARY = Library(
     moe_experts="ppppppppppiiiif>i",
     shared_expert="pppppiiif",
     moe_combine="ppppiii",
-    dispatch_permute="ppppiii>i",
 )
 
 
@@ -97,17 +96,4 @@ def moe_combine(num: Numerics, y: Tensor, order: Tensor, shared: Tensor, k: int)
     return out
 
 
-def dispatch_permute(num: Numerics, slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort (token, choice) pairs [T, k] by slot: (source token, place of each pair, rows per slot), stable."""
-    slots = i64(slots)
-    pairs, k = slots.numel(), slots.shape[1]
-    token, order = torch.empty(pairs, dtype=torch.int64), torch.empty(pairs, dtype=torch.int64)
-    counts = torch.empty(num_slots, dtype=torch.int64)
-    at = (slots.data_ptr(), token.data_ptr(), order.data_ptr(), counts.data_ptr())
-    bad = LIBRARY.dispatch_permute(*at, pairs, k, num_slots)
-    if bad >= 0:
-        raise IndexError(f"slot {int(slots.flatten()[bad])} is not in 0..{num_slots - 1}")
-    return token, order, counts
-
-
-OPERATIONS = (gate_topk, prepare_weight, moe_experts, shared_expert, moe_combine, dispatch_permute)
+OPERATIONS = (gate_topk, prepare_weight, moe_experts, shared_expert, moe_combine)

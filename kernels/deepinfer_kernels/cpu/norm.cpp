@@ -1,41 +1,15 @@
 // RMSNorm and rotary embedding.
-#include <cmath>
-#include "lanes.h"
+#include "rows.h"
 
 // weight is bf16, or f32 where wide
 EXPORT void rms_norm(const uint16_t* x, const void* weight, int32_t wide, uint16_t* y, int64_t rows, int64_t H,
                      float eps) {
-    for (int64_t r = 0; r < rows; r++, x += H, y += H) {
-        F16 total = {};
-        for (int64_t h = 0; h < H; h += 16) {
-            F16 v = load_bf16(x + h, H - h);
-            total = fma16(v, v, total);
-        }
-        const float scale = 1.0f / std::sqrt(sum16(total) / (float)H + eps);
-        for (int64_t h = 0; h < H; h += 16) {
-            F16 w = wide ? load_f32((const float*)weight + h, H - h) : load_bf16((const uint16_t*)weight + h, H - h);
-            store_bf16(y + h, w * (load_bf16(x + h, H - h) * scale), H - h);
-        }
-    }
+    for (int64_t r = 0; r < rows; r++) norm_row(x + r * H, weight, wide, y + r * H, H, eps);
 }
 
 // x, y [T, inner, D]; cos, sin [T, half]; turns the last 2 * half elements, sign is -1 for the inverse.
 EXPORT void rope(const uint16_t* x, const float* cos, const float* sin, uint16_t* y, int64_t T, int64_t inner,
                  int64_t D, int64_t half, float sign) {
-    const int64_t keep = D - 2 * half;
     for (int64_t t = 0; t < T; t++, cos += half, sin += half)
-        for (int64_t n = 0; n < inner; n++, x += D, y += D) {
-            std::memcpy(y, x, 2 * keep);
-            for (int64_t i = 0; i < half; i += 8) {
-                const int64_t m = half - i < 8 ? half - i : 8;
-                float out[16] = {};
-                for (int64_t j = 0; j < m; j++) {
-                    const float a = widen(x[keep + 2 * (i + j)]), b = widen(x[keep + 2 * (i + j) + 1]);
-                    const float c = cos[i + j], s = sign * sin[i + j];
-                    out[2 * j] = a * c - b * s;
-                    out[2 * j + 1] = a * s + b * c;
-                }
-                store_bf16(y + keep + 2 * i, load<F16>(out), 2 * m);
-            }
-        }
+        for (int64_t n = 0; n < inner; n++, x += D, y += D) rotate_row(x, cos, sin, y, D, half, sign);
 }

@@ -11,16 +11,19 @@ from deepinfer_kernels.reference.numerics import Numerics
 LIBRARY = Library("norm", rms_norm="ppwpiif", rope="ppppiiiif")
 
 
+def norm_weight(weight: Tensor, width: int) -> tuple[int, bool]:
+    """(address, whether it is f32) of the weight of a norm over rows of ``width``."""
+    if weight.dtype not in (torch.bfloat16, torch.float32) or weight.shape != (width,) or not weight.is_contiguous():
+        raise ValueError(f"rows of width {width}, weight {tuple(weight.shape)} {weight.dtype}")
+    return weight.data_ptr(), weight.dtype is torch.float32
+
+
 def rms_norm(num: Numerics, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """w · x / sqrt(mean(x²) + eps) over the last dim; weight bf16 or f32."""
     x = bf16(x)
-    wide = weight.dtype is not torch.bfloat16
-    w = f32(weight) if wide else bf16(weight)
     H = x.shape[-1]
-    if w.shape != (H,):
-        raise ValueError(f"rows of width {H}, weight {tuple(w.shape)}")
     y = torch.empty_like(x)
-    LIBRARY.rms_norm(x.data_ptr(), w.data_ptr(), wide, y.data_ptr(), x.numel() // H, H, eps)
+    LIBRARY.rms_norm(x.data_ptr(), *norm_weight(weight, H), y.data_ptr(), x.numel() // H, H, eps)
     return y
 
 

@@ -83,8 +83,10 @@ def test_a_part_whose_every_caller_has_a_backend_of_its_own_is_refused(all_built
 
 
 def test_a_backend_that_an_operation_does_not_have_is_refused_with_those_it_has():
-    with pytest.raises(UsageError, match=r"^kernels.overrides.embed is cpu, which has no embed for cpu$") as raised:
-        chosen("cpu", "kernels.overrides.embed=cpu")
+    with pytest.raises(
+        UsageError, match=r"^kernels.overrides.count_choices is cpu, which has no count_choices for cpu$"
+    ) as raised:
+        chosen("cpu", "kernels.overrides.count_choices=cpu")
     assert raised.value.hint == "use auto, reference"
     with pytest.raises(UsageError, match="embed is deep_gemm, which has no embed for sm90") as raised:
         chosen("sm90", "kernels.overrides.embed=deep_gemm")
