@@ -51,7 +51,7 @@ INLINE void attend_one(const uint16_t* q, const uint16_t* seen, int64_t n, const
 
 // local [rows, D]; window [T, W]: row of local, -1 hidden, or -2 - row of ring; slots [T, K]: row of entries or -1.
 // Returns the first query that names a row beyond its store, or -1.
-EXPORT int64_t attend_cached(const uint16_t* q, const uint16_t* local, int64_t rows, const int64_t* window,
+static int64_t attend_cached(const uint16_t* q, const uint16_t* local, int64_t rows, const int64_t* window,
                              const uint8_t* ring, int64_t ring_rows, const int64_t* slots, const uint8_t* entries,
                              int64_t entry_rows, const float* sink, uint16_t* o, int64_t T, int64_t N, int64_t W,
                              int64_t K, int64_t D, float scale) {
@@ -74,3 +74,5 @@ EXPORT int64_t attend_cached(const uint16_t* q, const uint16_t* local, int64_t r
     }
     return -1;
 }
+
+EXPORT(attend_cached)

@@ -9,7 +9,7 @@ from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64, u8
 from deepinfer_kernels.cpu.cache import record
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("attention", attend_cached="ppippippippiiiiif>i")
+LIBRARY = Library("attention", attend_cached="ppippippippiiiiif")
 
 
 def attend_cached(
@@ -26,7 +26,7 @@ def attend_cached(
     """Attention of q [T, N, D] over rows of this step and records, read where they are (see the reference)."""
     q, local, window, sink = bf16(q), bf16(local), i64(window), f32(sink)
     (T, N, D), W = q.shape, window.shape[1]
-    slots = torch.empty((T, 0), dtype=torch.int64) if slots is None else i64(slots)
+    slots = torch.empty(T, 0, dtype=torch.int64) if slots is None else i64(slots)
     if window.shape[0] != T or slots.shape[0] != T or local.shape[1] != D or sink.shape != (N,):
         shapes = [tuple(t.shape) for t in (local, window, slots, sink)]
         raise ValueError(f"queries {(T, N, D)}, local rows, window, slots and sink {shapes}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ FLAGS = (
 )
 
 _FOLDER = Path(__file__).parent
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "w": ctypes.c_int32, "f": ctypes.c_float}
+#: how an argument is packed, by its letter (call.h)
+_PACKED = {"p": "q", "i": "q", "f": "d"}
 
 
 @functools.cache
@@ -38,9 +41,9 @@ def source(family: str) -> Source:
 class Library:
     """The functions of one family, as attributes once it is loaded.
 
-    ``functions`` maps a name to its parameters, one letter each: p pointer, i int64, w int32, f float; ``>i`` behind
-    them means that an int64 is returned. The library is loaded once per process; any other built from the same
-    source for the same CPU computes the same.
+    ``functions`` maps a name to its parameters, one letter each: p address (0: none), i integer, f float. Each
+    returns an integer, 0 where the source returns nothing. The library is loaded once per process; any other built
+    from the same source for the same CPU computes the same.
     """
 
     def __init__(self, family: str, **functions: str):
@@ -59,12 +62,8 @@ class Library:
             if not is_intact(path):
                 return f"{path} is damaged: delete it and build again"
             library = ctypes.CDLL(str(path))
-            for name, signature in self.functions.items():
-                parameters, _, result = signature.partition(">")
-                fn = getattr(library, name)
-                fn.argtypes = tuple(_TYPES[letter] for letter in parameters)
-                fn.restype = _TYPES[result] if result else None
-                setattr(self, name, fn)
+            for name, parameters in self.functions.items():
+                setattr(self, name, _packing(getattr(library, f"call_{name}"), parameters))
         except (OSError, AttributeError) as exc:
             return f"{path} cannot be loaded ({exc}): delete it and build again"
         self._loaded = True
@@ -72,6 +71,13 @@ class Library:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"{self.family}.{name} is called before the library of {self.family} is loaded")
+
+
+def _packing(fn: Any, parameters: str) -> Callable[..., int]:
+    """A function of the library, called with its arguments packed into one buffer."""
+    pack = struct.Struct("".join(_PACKED[letter] for letter in parameters)).pack
+    fn.argtypes, fn.restype = (ctypes.c_char_p,), ctypes.c_int64
+    return lambda *arguments: fn(pack(*arguments))
 
 
 def bf16(x: Tensor) -> Tensor:

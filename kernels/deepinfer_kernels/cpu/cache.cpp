@@ -2,12 +2,12 @@
 #include "formats.h"
 #include "rows.h"
 
-EXPORT void pack_rows(const uint16_t* x, uint8_t* out, int64_t rows, int64_t D, int32_t kind) {
+static void pack_rows(const uint16_t* x, uint8_t* out, int64_t rows, int64_t D, int32_t kind) {
     const int64_t bytes = record_bytes(kind, D);
     for (int64_t r = 0; r < rows; r++) pack_record(x + r * D, out + r * bytes, D, kind);
 }
 
-EXPORT void unpack_rows(const uint8_t* in, uint16_t* out, int64_t rows, int64_t D, int32_t kind) {
+static void unpack_rows(const uint8_t* in, uint16_t* out, int64_t rows, int64_t D, int32_t kind) {
     const int64_t bytes = record_bytes(kind, D);
     for (int64_t r = 0; r < rows; r++) unpack_record(in + r * bytes, out + r * D, D, kind);
 }
@@ -22,7 +22,7 @@ INLINE int64_t row_of(int64_t slot) { return slot < 0 ? 0 : slot; }
 
 // store [total, bytes], slots [rows]; what stores and loads returns the first place with a slot beyond the store, and
 // does nothing then, or -1. A slot of -1 is row 0, which no real slot names.
-EXPORT int64_t load_rows(const uint8_t* store, int64_t total, const int64_t* slots, uint16_t* out, int64_t rows,
+static int64_t load_rows(const uint8_t* store, int64_t total, const int64_t* slots, uint16_t* out, int64_t rows,
                          int64_t D, int32_t kind) {
     const int64_t bytes = record_bytes(kind, D), bad = beyond(slots, rows, total);
     for (int64_t r = 0; bad < 0 && r < rows; r++)
@@ -30,7 +30,7 @@ EXPORT int64_t load_rows(const uint8_t* store, int64_t total, const int64_t* slo
     return bad;
 }
 
-EXPORT int64_t store_rows(uint8_t* store, int64_t total, const int64_t* slots, const uint8_t* packed, int64_t rows,
+static int64_t store_rows(uint8_t* store, int64_t total, const int64_t* slots, const uint8_t* packed, int64_t rows,
                           int64_t bytes) {
     const int64_t bad = beyond(slots, rows, total);
     for (int64_t r = 0; bad < 0 && r < rows; r++)
@@ -39,7 +39,7 @@ EXPORT int64_t store_rows(uint8_t* store, int64_t total, const int64_t* slots, c
 }
 
 // store [total, 2, D] f32; value, gate [rows, D]
-EXPORT int64_t store_pairs(float* store, int64_t total, const int64_t* slots, const float* value, const float* gate,
+static int64_t store_pairs(float* store, int64_t total, const int64_t* slots, const float* value, const float* gate,
                            int64_t rows, int64_t D) {
     const int64_t bad = beyond(slots, rows, total);
     for (int64_t r = 0; bad < 0 && r < rows; r++) {
@@ -52,7 +52,7 @@ EXPORT int64_t store_pairs(float* store, int64_t total, const int64_t* slots, co
 
 // x [rows, D] normed by weight [D] (bf16, or f32 where wide) and turned by cos, sin [rows, half] -> out [rows, D] as
 // every reader sees it, packed [rows, bytes] as stored
-EXPORT void window_rows(const uint16_t* x, const void* weight, int32_t wide, const float* cos, const float* sin,
+static void window_rows(const uint16_t* x, const void* weight, int32_t wide, const float* cos, const float* sin,
                         uint16_t* out, uint8_t* packed, int64_t rows, int64_t D, int64_t half, float eps) {
     const int64_t bytes = record_bytes(WINDOW, D);
     for (int64_t r = 0; r < rows; r++, out += D, packed += bytes) {
@@ -64,7 +64,7 @@ EXPORT void window_rows(const uint16_t* x, const void* weight, int32_t wide, con
 }
 
 // The same norm -> normed [rows, D]; its turned rows go, packed, to their slots
-EXPORT int64_t store_entries(const uint16_t* x, const void* weight, int32_t wide, const float* cos, const float* sin,
+static int64_t store_entries(const uint16_t* x, const void* weight, int32_t wide, const float* cos, const float* sin,
                              uint8_t* store, int64_t total, const int64_t* slots, uint16_t* normed, int64_t rows,
                              int64_t D, int64_t half, float eps, int32_t kind) {
     const int64_t bytes = record_bytes(kind, D), bad = beyond(slots, rows, total);
@@ -78,10 +78,19 @@ EXPORT int64_t store_entries(const uint16_t* x, const void* weight, int32_t wide
 }
 
 // MXFP4 there and back
-EXPORT void quantise_index_query(const uint16_t* x, uint16_t* out, int64_t rows, int64_t D) {
+static void quantise_index_query(const uint16_t* x, uint16_t* out, int64_t rows, int64_t D) {
     uint8_t* record = scratch<uint8_t, 0>(record_bytes(INDEX, D));
     for (int64_t r = 0; r < rows; r++) {
         pack_record(x + r * D, record, D, INDEX);
         unpack_record(record, out + r * D, D, INDEX);
     }
 }
+
+EXPORT(pack_rows)
+EXPORT(unpack_rows)
+EXPORT(load_rows)
+EXPORT(store_rows)
+EXPORT(store_pairs)
+EXPORT(window_rows)
+EXPORT(store_entries)
+EXPORT(quantise_index_query)

@@ -11,13 +11,13 @@ from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(
     "cache",
-    pack_rows="ppiiw",
-    unpack_rows="ppiiw",
-    load_rows="pippiiw>i",
-    store_rows="pippii>i",
-    store_pairs="pipppii>i",
-    window_rows="ppwppppiiif",
-    store_entries="ppwpppippiiifw>i",
+    pack_rows="ppiii",
+    unpack_rows="ppiii",
+    load_rows="pippiii",
+    store_rows="pippii",
+    store_pairs="pipppii",
+    window_rows="ppippppiiif",
+    store_entries="ppipppippiiifi",
     quantise_index_query="ppii",
 )
 
@@ -38,7 +38,7 @@ def pack_rows(num: Numerics, rows: Tensor, kind: str) -> Tensor:
     """Rows [..., D] as stored: official records, uint8."""
     x = bf16(rows)
     code, values, size = record(kind, x.shape[-1], stored=False)
-    out = torch.empty((*x.shape[:-1], size), dtype=torch.uint8)
+    out = torch.empty(*x.shape[:-1], size, dtype=torch.uint8)
     LIBRARY.pack_rows(x.data_ptr(), out.data_ptr(), x.numel() // values, values, code)
     return out
 
@@ -47,7 +47,7 @@ def unpack_rows(num: Numerics, stored: Tensor, kind: str) -> Tensor:
     """Stored rows back to values [..., D] in bf16, exact."""
     stored = u8(stored)
     code, values, size = record(kind, stored.shape[-1], stored=True)
-    out = torch.empty((*stored.shape[:-1], values), dtype=torch.bfloat16)
+    out = torch.empty(*stored.shape[:-1], values, dtype=torch.bfloat16)
     LIBRARY.unpack_rows(stored.data_ptr(), out.data_ptr(), stored.numel() // size, values, code)
     return out
 
@@ -69,7 +69,7 @@ def load_rows(num: Numerics, store: Tensor, slots: Tensor, kind: str) -> Tensor:
     """Values [..., D] of the rows ``slots`` [...] (−1 reads row 0; the caller masks it)."""
     store, slots = u8(store), i64(slots)
     code, values, _ = record(kind, store.shape[-1], stored=True)
-    out = torch.empty((*slots.shape, values), dtype=torch.bfloat16)
+    out = torch.empty(*slots.shape, values, dtype=torch.bfloat16)
     at = (store.data_ptr(), store.shape[0], slots.data_ptr(), out.data_ptr())
     _stored(LIBRARY.load_rows(*at, slots.numel(), values, code), slots, store.shape[0])
     return out
@@ -104,7 +104,7 @@ def window_rows(
     x, cos, sin = bf16(x), f32(cos), f32(sin)
     T, D, half = _turned(x, cos, sin)
     _, _, size = record("window", D, stored=False)
-    rows, packed = torch.empty_like(x), torch.empty((T, size), dtype=torch.uint8)
+    rows, packed = torch.empty_like(x), torch.empty(T, size, dtype=torch.uint8)
     at = (x.data_ptr(), *norm_weight(weight, D), cos.data_ptr(), sin.data_ptr(), rows.data_ptr(), packed.data_ptr())
     LIBRARY.window_rows(*at, T, D, half, eps)
     return rows, packed

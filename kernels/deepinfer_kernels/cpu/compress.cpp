@@ -10,14 +10,14 @@ INLINE void pool_row(const float* u0, const float* g0, const float* u1, const fl
     }
 }
 
-EXPORT void pool_pairs(const float* u0, const float* g0, const float* u1, const float* g1, uint16_t* z, int64_t rows,
+static void pool_pairs(const float* u0, const float* g0, const float* u1, const float* g1, uint16_t* z, int64_t rows,
                        int64_t D) {
     for (int64_t at = 0; at < rows * D; at += D) pool_row(u0 + at, g0 + at, u1 + at, g1 + at, z + at, D);
 }
 
 // value, gate [T, D]; ring [total, 2, D] or null; second, partner, slot [rows], from_ring [rows] -> z [rows, D];
 // returns the first pair that names a row beyond its tensor, or -1
-EXPORT int64_t pool_cached(const float* value, const float* gate, int64_t T, const float* ring, int64_t total,
+static int64_t pool_cached(const float* value, const float* gate, int64_t T, const float* ring, int64_t total,
                            const int64_t* second, const int64_t* partner, const int64_t* slot, const uint8_t* from_ring,
                            uint16_t* z, int64_t rows, int64_t D) {
     for (int64_t r = 0; r < rows; r++, z += D) {
@@ -29,3 +29,6 @@ EXPORT int64_t pool_cached(const float* value, const float* gate, int64_t T, con
     }
     return -1;
 }
+
+EXPORT(pool_pairs)
+EXPORT(pool_cached)

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepinfer_kernels.cpu.binary import Library, f32, i64, u8
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("compress", pool_pairs="pppppii", pool_cached="ppipipppppii>i")
+LIBRARY = Library("compress", pool_pairs="pppppii", pool_cached="ppipipppppii")
 
 
 def pool_pairs(num: Numerics, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
@@ -17,7 +17,7 @@ def pool_pairs(num: Numerics, first: tuple[Tensor, Tensor], second: tuple[Tensor
     T, D = given[0].shape
     if any(t.shape != (T, D) for t in given):
         raise ValueError(f"values and gates {[tuple(t.shape) for t in given]}")
-    z = torch.empty((T, D), dtype=torch.bfloat16)
+    z = torch.empty(T, D, dtype=torch.bfloat16)
     LIBRARY.pool_pairs(*[t.data_ptr() for t in given], z.data_ptr(), T, D)
     return z
 
@@ -40,8 +40,8 @@ def pool_cached(
     if gate.shape != (T, D) or any(t.shape != (n,) for t in where) or (ring is not None and ring.shape[1:] != (2, D)):
         shapes = [tuple(t.shape) for t in (gate, *where)]
         raise ValueError(f"values {(T, D)}, gates and rows {shapes}, pairs {None if ring is None else ring.shape}")
-    z = torch.empty((n, D), dtype=torch.bfloat16)
-    kept = (None, 0) if ring is None else (ring.data_ptr(), ring.shape[0])
+    z = torch.empty(n, D, dtype=torch.bfloat16)
+    kept = (0, 0) if ring is None else (ring.data_ptr(), ring.shape[0])
     at = (value.data_ptr(), gate.data_ptr(), T, *kept, *[t.data_ptr() for t in where], ringed.data_ptr(), z.data_ptr())
     bad = LIBRARY.pool_cached(*at, n, D)
     if bad >= 0:

@@ -4,7 +4,7 @@
 
 // ids [count], table [V] -> classes [count], -1 of ids below 0 and of ``image``; returns the first id beyond the table,
 // or -1
-EXPORT int64_t token_classes(const int64_t* ids, const int64_t* table, int64_t image, int64_t* classes, int64_t count,
+static int64_t token_classes(const int64_t* ids, const int64_t* table, int64_t image, int64_t* classes, int64_t count,
                              int64_t V) {
     for (int64_t i = 0; i < count; i++) {
         if (ids[i] >= V) return i;
@@ -14,7 +14,7 @@ EXPORT int64_t token_classes(const int64_t* ids, const int64_t* table, int64_t i
 }
 
 // classes [T, nmax]; multipliers [nmax]; primes, offsets [nmax - 1, heads] -> ids [T, (nmax - 1) * heads]
-EXPORT void engram_hash(const int64_t* classes, int64_t pad, const int64_t* multipliers, const int64_t* primes,
+static void engram_hash(const int64_t* classes, int64_t pad, const int64_t* multipliers, const int64_t* primes,
                         const int64_t* offsets, int64_t* ids, int64_t T, int64_t nmax, int64_t heads) {
     for (int64_t t = 0; t < T; t++, classes += nmax) {
         bool blocked = classes[0] < 0;
@@ -32,13 +32,13 @@ EXPORT void engram_hash(const int64_t* classes, int64_t pad, const int64_t* mult
 }
 
 // weight [M, width] E4M3, scale [M, width / 32] E8M0
-EXPORT void dequantise_table(const uint8_t* weight, const uint8_t* scale, uint16_t* out, int64_t M, int64_t width) {
+static void dequantise_table(const uint8_t* weight, const uint8_t* scale, uint16_t* out, int64_t M, int64_t width) {
     for (int64_t m = 0; m < M; m++) unpack_fp8(weight + m * width, scale + m * width / 32, out + m * width, width);
 }
 
 // weight [R, width] E4M3, scale [R, width / 32] E8M0, ids [count] -> out [count, width]; returns the first id that is
 // not in the table, or -1
-EXPORT int64_t engram_lookup(const uint8_t* weight, const uint8_t* scale, const int64_t* ids, uint16_t* out,
+static int64_t engram_lookup(const uint8_t* weight, const uint8_t* scale, const int64_t* ids, uint16_t* out,
                              int64_t count, int64_t R, int64_t width) {
     for (int64_t i = 0; i < count; i++) {
         if (ids[i] < 0 || ids[i] >= R) return i;
@@ -48,7 +48,7 @@ EXPORT int64_t engram_lookup(const uint8_t* weight, const uint8_t* scale, const 
 }
 
 // X [T, C, H], projected [T, (C + 1) * H], weights of both norms [C, H], dead [T] or null -> out [T, C, H], gate [T, C]
-EXPORT void engram_gate(const uint16_t* X, const uint16_t* projected, const float* q_weight, const float* k_weight,
+static void engram_gate(const uint16_t* X, const uint16_t* projected, const float* q_weight, const float* k_weight,
                         const uint8_t* dead, uint16_t* out, float* gate, int64_t T, int64_t C, int64_t H, float eps) {
     for (int64_t t = 0; t < T; t++, projected += (C + 1) * H)
         for (int64_t c = 0; c < C; c++, X += H, out += H, gate++) {
@@ -70,3 +70,9 @@ EXPORT void engram_gate(const uint16_t* X, const uint16_t* projected, const floa
                 store_bf16(out + h, load_bf16(X + h, H - h) + *gate * load_bf16(value + h, H - h), H - h);
         }
 }
+
+EXPORT(token_classes)
+EXPORT(engram_hash)
+EXPORT(dequantise_table)
+EXPORT(engram_lookup)
+EXPORT(engram_gate)

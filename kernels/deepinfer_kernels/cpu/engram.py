@@ -10,10 +10,10 @@ from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(
     "engram",
-    token_classes="ppipii>i",
+    token_classes="ppipii",
     engram_hash="pippppiii",
     dequantise_table="pppii",
-    engram_lookup="ppppiii>i",
+    engram_lookup="ppppiii",
     engram_gate="pppppppiiif",
 )
 
@@ -38,7 +38,7 @@ def engram_hash(
     if multipliers.shape != (nmax,) or primes.shape != (nmax - 1, heads) or offsets.shape != primes.shape:
         shapes = [tuple(t.shape) for t in (multipliers, primes, offsets)]
         raise ValueError(f"classes {(T, nmax)}, multipliers, primes and offsets {shapes}")
-    ids = torch.empty((T, (nmax - 1) * heads), dtype=torch.int64)
+    ids = torch.empty(T, (nmax - 1) * heads, dtype=torch.int64)
     at = [t.data_ptr() for t in (multipliers, primes, offsets, ids)]
     LIBRARY.engram_hash(classes.data_ptr(), pad_class, *at, T, nmax, heads)
     return ids
@@ -50,7 +50,7 @@ def dequantise_table(num: Numerics, weight: Tensor, scale: Tensor) -> Tensor:
     M, width = weight.shape
     if width % 32 or scale.shape != (M, width // 32):
         raise ValueError(f"table rows {(M, width)}, scales {tuple(scale.shape)}")
-    out = torch.empty((M, width), dtype=torch.bfloat16)
+    out = torch.empty(M, width, dtype=torch.bfloat16)
     LIBRARY.dequantise_table(weight.data_ptr(), scale.data_ptr(), out.data_ptr(), M, width)
     return out
 
@@ -61,7 +61,7 @@ def engram_lookup(num: Numerics, weight: Tensor, scale: Tensor, ids: Tensor) -> 
     (rows, width), (T, columns) = weight.shape, ids.shape
     if width % 32 or scale.shape != (rows, width // 32):
         raise ValueError(f"table {(rows, width)}, scales {tuple(scale.shape)}")
-    out = torch.empty((T, columns * width), dtype=torch.bfloat16)
+    out = torch.empty(T, columns * width, dtype=torch.bfloat16)
     at = (weight.data_ptr(), scale.data_ptr(), ids.data_ptr(), out.data_ptr())
     bad = LIBRARY.engram_lookup(*at, ids.numel(), rows, width)
     if bad >= 0:
@@ -80,9 +80,9 @@ def engram_gate(
     if projected.shape != (T, (C + 1) * H) or (dead is not None and dead.shape != (T,)):
         raise ValueError(f"streams {(T, C, H)}, projection {tuple(projected.shape)}")
     mask = None if dead is None else u8(dead)
-    out, gate = torch.empty_like(X), torch.empty((T, C))
+    out, gate = torch.empty_like(X), torch.empty(T, C)
     at = [t.data_ptr() for t in (X, projected, q_weight, k_weight)]
-    at += [None if mask is None else mask.data_ptr(), out.data_ptr(), gate.data_ptr()]
+    at += [0 if mask is None else mask.data_ptr(), out.data_ptr(), gate.data_ptr()]
     LIBRARY.engram_gate(*at, T, C, H, eps)
     return out, gate
 

@@ -40,7 +40,7 @@ static void balance_four(float* values, float eps, int64_t rounds) {
 }
 
 // X [T, C, H]; fn [C * (C + 2), C * H], base [C * (C + 2)], scale [3] -> pre, post [T, C], comb [T, C, C]
-EXPORT void mhc_mixes(const uint16_t* X, const float* fn, const float* base, const float* scale, float* pre,
+static void mhc_mixes(const uint16_t* X, const float* fn, const float* base, const float* scale, float* pre,
                       float* post, float* comb, int64_t T, int64_t C, int64_t H, float rms_eps, float hc_eps,
                       int64_t iters) {
     const int64_t K = C * H, outs = C * (C + 2), block = 16;
@@ -91,12 +91,12 @@ EXPORT void mhc_mixes(const uint16_t* X, const float* fn, const float* base, con
 }
 
 // X [T, C, H], pre [T, C] -> y [T, H]
-EXPORT void mhc_collapse(const uint16_t* X, const float* pre, uint16_t* y, int64_t T, int64_t C, int64_t H) {
+static void mhc_collapse(const uint16_t* X, const float* pre, uint16_t* y, int64_t T, int64_t C, int64_t H) {
     for (int64_t t = 0; t < T; t++) collapse_row(X + t * C * H, pre + t * C, y + t * H, C, H);
 }
 
 // The same, normed by weight [H], which is bf16, or f32 where wide
-EXPORT void mhc_collapse_norm(const uint16_t* X, const float* pre, const void* weight, int32_t wide, uint16_t* y,
+static void mhc_collapse_norm(const uint16_t* X, const float* pre, const void* weight, int32_t wide, uint16_t* y,
                               int64_t T, int64_t C, int64_t H, float eps) {
     for (int64_t t = 0; t < T; t++, y += H) {
         collapse_row(X + t * C * H, pre + t * C, y, C, H);
@@ -105,7 +105,7 @@ EXPORT void mhc_collapse_norm(const uint16_t* X, const float* pre, const void* w
 }
 
 // X [T, C, H], y [T, H], post [T, C], comb [T, C, C] -> out [T, C, H]
-EXPORT void mhc_expand(const uint16_t* X, const uint16_t* y, const float* post, const float* comb, uint16_t* out,
+static void mhc_expand(const uint16_t* X, const uint16_t* y, const float* post, const float* comb, uint16_t* out,
                        int64_t T, int64_t C, int64_t H) {
     for (int64_t t = 0; t < T; t++, X += C * H, y += H, post += C, comb += C * C, out += C * H)
         for (int64_t h = 0; h < H; h += 16) {
@@ -118,3 +118,8 @@ EXPORT void mhc_expand(const uint16_t* X, const uint16_t* y, const float* post, 
             }
         }
 }
+
+EXPORT(mhc_mixes)
+EXPORT(mhc_collapse)
+EXPORT(mhc_collapse_norm)
+EXPORT(mhc_expand)

@@ -13,7 +13,7 @@ LIBRARY = Library(
     "hyper",
     mhc_mixes="pppppppiiiffi",
     mhc_collapse="pppiii",
-    mhc_collapse_norm="pppwpiiif",
+    mhc_collapse_norm="pppipiiif",
     mhc_expand="pppppiii",
 )
 
@@ -25,8 +25,9 @@ def _streams(X: Tensor, *coefficients: Tensor) -> tuple[int, int, int]:
     T, C, H = X.shape
     if C > _MOST:
         raise ValueError(f"{C} streams, at most {_MOST} are supported")
-    if any(c.shape[:2] != (T, C) for c in coefficients):
-        raise ValueError(f"streams {tuple(X.shape)}, coefficients {[tuple(c.shape) for c in coefficients]}")
+    for c in coefficients:
+        if c.shape[:2] != (T, C):
+            raise ValueError(f"streams {tuple(X.shape)}, coefficients {tuple(c.shape)}")
     return T, C, H
 
 
@@ -38,7 +39,7 @@ def mhc_mixes(
     T, C, H = _streams(X)
     if fn.shape != (C * (C + 2), C * H) or base.shape != fn.shape[:1] or scale.shape != (3,):
         raise ValueError(f"streams {tuple(X.shape)}, weights {[tuple(w.shape) for w in (fn, base, scale)]}")
-    pre, post, comb = torch.empty((T, C)), torch.empty((T, C)), torch.empty((T, C, C))
+    pre, post, comb = torch.empty(T, C), torch.empty(T, C), torch.empty(T, C, C)
     at = [t.data_ptr() for t in (X, fn, base, scale, pre, post, comb)]
     LIBRARY.mhc_mixes(*at, T, C, H, rms_eps, hc_eps, iters)
     return pre, post, comb
@@ -48,7 +49,7 @@ def mhc_collapse(num: Numerics, X: Tensor, pre: Tensor) -> Tensor:
     """Σ_c pre_c · X_c → [T, H]."""
     X, pre = bf16(X), f32(pre)
     T, C, H = _streams(X, pre)
-    y = torch.empty((T, H), dtype=X.dtype)
+    y = torch.empty(T, H, dtype=X.dtype)
     LIBRARY.mhc_collapse(X.data_ptr(), pre.data_ptr(), y.data_ptr(), T, C, H)
     return y
 
@@ -57,7 +58,7 @@ def mhc_collapse_norm(num: Numerics, X: Tensor, pre: Tensor, weight: Tensor, eps
     """``mhc_collapse``, then RMSNorm by weight [H] → [T, H]."""
     X, pre = bf16(X), f32(pre)
     T, C, H = _streams(X, pre)
-    y = torch.empty((T, H), dtype=X.dtype)
+    y = torch.empty(T, H, dtype=X.dtype)
     at = (X.data_ptr(), pre.data_ptr(), *norm_weight(weight, H), y.data_ptr())
     LIBRARY.mhc_collapse_norm(*at, T, C, H, eps)
     return y

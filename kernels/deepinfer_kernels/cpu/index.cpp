@@ -6,7 +6,7 @@
 static const int64_t TILE_QUERIES = 32, TILE_KEYS = 256;  // products of a tile: 136 KiB at four heads
 
 // iq [B, C, N, Di], iw [B, C, N], keys [B, n, Di], visible [B, C] -> scores [B, C, n], -inf from visible on
-EXPORT void index_scores(const uint16_t* iq, const uint16_t* iw, const uint16_t* keys, const int64_t* visible,
+static void index_scores(const uint16_t* iq, const uint16_t* iw, const uint16_t* keys, const int64_t* visible,
                          float* scores, int64_t B, int64_t C, int64_t N, int64_t n, int64_t Di) {
     const int64_t ld = TILE_KEYS + 16;
     float* dot = scratch<float, 0>(TILE_QUERIES * N * ld);
@@ -60,7 +60,7 @@ static float bound_of_kth(const float* scores, int64_t n, int64_t k, float* maxi
 }
 
 // scores [rows, n] -> ids [rows, min(k, n)]: the k best ascending, -1 behind them; equal scores: the lowest index.
-EXPORT void select_topk(const float* scores, int64_t* ids, int64_t rows, int64_t n, int64_t k) {
+static void select_topk(const float* scores, int64_t* ids, int64_t rows, int64_t n, int64_t k) {
     const int64_t width = std::min(k, n);
     float* best = scratch<float, 1>(n + 16);
     int64_t* place = scratch<int64_t, 2>(n + 16);
@@ -90,3 +90,6 @@ EXPORT void select_topk(const float* scores, int64_t* ids, int64_t rows, int64_t
         std::fill(ids + at, ids + width, (int64_t)-1);
     }
 }
+
+EXPORT(index_scores)
+EXPORT(select_topk)

@@ -18,7 +18,7 @@ def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: T
     if iw.shape != (B, C, N) or keys.shape != (B, n, Di) or visible.shape != (B, C):
         shapes = [tuple(t.shape) for t in (iw, keys, visible)]
         raise ValueError(f"index queries {tuple(iq.shape)}, weights, keys and visible {shapes}")
-    scores = torch.empty((B, C, n))
+    scores = torch.empty(B, C, n)
     at = [t.data_ptr() for t in (iq, iw, keys, visible, scores)]
     LIBRARY.index_scores(*at, B, C, N, n, Di)
     return scores
@@ -28,7 +28,7 @@ def select_topk(num: Numerics, scores: Tensor, *, k: int) -> Tensor:
     """Ascending indices [..., min(k, n)] int64 of the k best scores, padded with −1 at the end."""
     scores = f32(scores)
     n = scores.shape[-1]
-    ids = torch.empty((*scores.shape[:-1], min(k, n)), dtype=torch.int64)
+    ids = torch.empty(*scores.shape[:-1], min(k, n), dtype=torch.int64)
     if ids.numel():
         LIBRARY.select_topk(scores.data_ptr(), ids.data_ptr(), scores.numel() // n, n, k)
     return ids

@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#include "call.h"
 
 #define INLINE static inline __attribute__((always_inline))
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 typedef uint16_t H16 __attribute__((vector_size(32)));
 typedef uint8_t B16 __attribute__((vector_size(16)));

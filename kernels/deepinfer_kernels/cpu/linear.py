@@ -25,7 +25,7 @@ def linear(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
         x, w, call = bf16(x), bf16(weight.dense), LIBRARY.linear_bf16
     outs, inner = w.shape
     _fits(x.shape[-1], w)
-    y = torch.empty((*x.shape[:-1], outs), dtype=x.dtype)
+    y = torch.empty(*x.shape[:-1], outs, dtype=x.dtype)
     call(x.data_ptr(), w.data_ptr(), y.data_ptr(), x.numel() // inner, outs, inner)
     return y
 
@@ -35,7 +35,7 @@ def linear_grouped(num: Numerics, x: Tensor, weight: Weight) -> Tensor:
     x, w = bf16(x), bf16(weight.dense)
     groups, outs, inner = w.shape
     _fits(x.shape[-1], w)
-    y = torch.empty((x.shape[0], groups, outs), dtype=x.dtype)
+    y = torch.empty(x.shape[0], groups, outs, dtype=x.dtype)
     LIBRARY.linear_grouped(x.data_ptr(), w.data_ptr(), y.data_ptr(), x.shape[0], groups, outs, inner)
     return y
 
@@ -44,7 +44,7 @@ def head_logits(num: Numerics, h: Tensor, weight: Weight) -> Tensor:
     """f32 logits [T, V] of normed hidden states [T, H]; products of bf16 are exact in f32."""
     h, w = bf16(h), bf16(weight.dense)
     _fits(h.shape[-1], w)
-    y = torch.empty((h.shape[0], w.shape[0]), dtype=torch.float32)
+    y = torch.empty(h.shape[0], w.shape[0], dtype=torch.float32)
     LIBRARY.head_logits(h.data_ptr(), w.data_ptr(), y.data_ptr(), h.shape[0], w.shape[0], w.shape[1])
     return y
 

@@ -4,7 +4,7 @@
 #include "packed.h"
 
 // x [T, H] bf16, weight [E, H] f32, bias [E] or one row per token (stride E) -> ids [T, k] ascending, w [T, k]
-EXPORT void gate_topk(const uint16_t* x, const float* weight, const float* bias, int64_t bias_stride, int64_t* ids,
+static void gate_topk(const uint16_t* x, const float* weight, const float* bias, int64_t bias_stride, int64_t* ids,
                       float* w, int64_t T, int64_t H, int64_t E, int64_t k, int32_t normalise, float scale,
                       float temperature) {
     const int64_t block = 16;
@@ -80,7 +80,7 @@ static void expert(const uint16_t* x, const W& w1, const W& w3, const W& w2, con
 
 // x [M, H] sorted by slot, counts [S], codes and scales of [S, I, H] twice and [S, H, I], factor [M] -> y [M, H];
 // returns the sum of the counts, and computes nothing where that is not M
-EXPORT int64_t moe_experts(const uint16_t* x, const int64_t* counts, const uint8_t* w1, const uint8_t* s1,
+static int64_t moe_experts(const uint16_t* x, const int64_t* counts, const uint8_t* w1, const uint8_t* s1,
                            const uint8_t* w3, const uint8_t* s3, const uint8_t* w2, const uint8_t* s2,
                            const float* factor, uint16_t* y, int64_t M, int64_t S, int64_t H, int64_t I, float limit) {
     const Packed gate{w1, s1, H}, up{w3, s3, H}, down{w2, s2, I};
@@ -94,13 +94,13 @@ EXPORT int64_t moe_experts(const uint16_t* x, const int64_t* counts, const uint8
     return total;
 }
 
-EXPORT void shared_expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, const uint16_t* w2, uint16_t* y,
+static void shared_expert(const uint16_t* x, const uint16_t* w1, const uint16_t* w3, const uint16_t* w2, uint16_t* y,
                           int64_t rows, int64_t H, int64_t I, float limit) {
     expert(x, Rows{w1, H}, Rows{w3, H}, Rows{w2, I}, nullptr, y, rows, H, I, limit);
 }
 
 // y [T * k, H] in slot order, order [T * k], shared [T, H] -> out [T, H]; f32 sum in order of the choices
-EXPORT void moe_combine(const uint16_t* y, const int64_t* order, const uint16_t* shared, uint16_t* out, int64_t T,
+static void moe_combine(const uint16_t* y, const int64_t* order, const uint16_t* shared, uint16_t* out, int64_t T,
                         int64_t k, int64_t H) {
     for (int64_t t = 0; t < T; t++, order += k, shared += H, out += H)
         for (int64_t h = 0; h < H; h += 16) {
@@ -109,3 +109,8 @@ EXPORT void moe_combine(const uint16_t* y, const int64_t* order, const uint16_t*
             store_bf16(out + h, sum + load_bf16(shared + h, H - h), H - h);
         }
 }
+
+EXPORT(gate_topk)
+EXPORT(moe_experts)
+EXPORT(shared_expert)
+EXPORT(moe_combine)

@@ -13,8 +13,8 @@ from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(
     "moe",
-    gate_topk="pppippiiiiwff",
-    moe_experts="ppppppppppiiiif>i",
+    gate_topk="pppippiiiiiff",
+    moe_experts="ppppppppppiiiif",
     shared_expert="pppppiiif",
     moe_combine="ppppiii",
 )
@@ -28,7 +28,7 @@ def gate_topk(
     (T, H), E = x.shape, weight.shape[0]
     if weight.shape[1] != H or bias.shape not in ((E,), (T, E)) or not 0 < k <= E:
         raise ValueError(f"tokens {(T, H)}, router {tuple(weight.shape)}, bias {tuple(bias.shape)}, {k} choices")
-    ids, w = torch.empty((T, k), dtype=torch.int64), torch.empty((T, k))
+    ids, w = torch.empty(T, k, dtype=torch.int64), torch.empty(T, k)
     stride = E if bias.dim() == 2 else 0
     at = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), stride, ids.data_ptr(), w.data_ptr())
     LIBRARY.gate_topk(*at, T, H, E, k, normalise, scale, temperature)

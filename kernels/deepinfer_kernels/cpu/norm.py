@@ -8,7 +8,7 @@ from torch import Tensor
 from deepinfer_kernels.cpu.binary import Library, bf16, f32
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("norm", rms_norm="ppwpiif", rope="ppppiiiif")
+LIBRARY = Library("norm", rms_norm="ppipiif", rope="ppppiiiif")
 
 
 def norm_weight(weight: Tensor, width: int) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ static int64_t sort_pairs(const int64_t* slots, int64_t* order, int64_t* counts,
 }
 
 // slots [pairs], k choices per token -> token, order [pairs], counts [S]
-EXPORT int64_t dispatch_permute(const int64_t* slots, int64_t* token, int64_t* order, int64_t* counts, int64_t pairs,
+static int64_t dispatch_permute(const int64_t* slots, int64_t* token, int64_t* order, int64_t* counts, int64_t pairs,
                                 int64_t k, int64_t S) {
     const int64_t bad = sort_pairs(slots, order, counts, pairs, S);
     for (int64_t p = 0; bad < 0 && p < pairs; p++) token[order[p]] = p / k;
@@ -24,7 +24,7 @@ EXPORT int64_t dispatch_permute(const int64_t* slots, int64_t* token, int64_t* o
 }
 
 // x [T, H], slots and weights [T, k] -> rows [T * k, H], weight and order [T * k], counts [S]
-EXPORT int64_t dispatch_rows(const uint16_t* x, const int64_t* slots, const float* weights, uint16_t* rows,
+static int64_t dispatch_rows(const uint16_t* x, const int64_t* slots, const float* weights, uint16_t* rows,
                              float* weight, int64_t* order, int64_t* counts, int64_t T, int64_t k, int64_t S, int64_t H) {
     const int64_t bad = sort_pairs(slots, order, counts, T * k, S);
     for (int64_t p = 0; bad < 0 && p < T * k; p++) {
@@ -33,3 +33,6 @@ EXPORT int64_t dispatch_rows(const uint16_t* x, const int64_t* slots, const floa
     }
     return bad;
 }
+
+EXPORT(dispatch_permute)
+EXPORT(dispatch_rows)

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepinfer_kernels.cpu.binary import Library, bf16, f32, i64
 from deepinfer_kernels.reference.numerics import Numerics
 
-LIBRARY = Library("permute", dispatch_permute="ppppiii>i", dispatch_rows="pppppppiiii>i")
+LIBRARY = Library("permute", dispatch_permute="ppppiii", dispatch_rows="pppppppiiii")
 
 
 def dispatch_permute(num: Numerics, slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def dispatch_rows(
     (T, H), k = x.shape, slots.shape[1]
     if slots.shape != (T, k) or weights.shape != (T, k):
         raise ValueError(f"tokens {(T, H)}, slots {tuple(slots.shape)}, weights {tuple(weights.shape)}")
-    rows, weight = torch.empty((T * k, H), dtype=torch.bfloat16), torch.empty(T * k)
+    rows, weight = torch.empty(T * k, H, dtype=torch.bfloat16), torch.empty(T * k)
     order, counts = torch.empty(T * k, dtype=torch.int64), torch.empty(num_slots, dtype=torch.int64)
     at = [t.data_ptr() for t in (x, slots, weights, rows, weight, order, counts)]
     _sorted(LIBRARY.dispatch_rows(*at, T, k, num_slots, H), slots, num_slots)

@@ -3,7 +3,7 @@
 
 // entries [n, K] (null: 0, 1, 2, ...), rows [n], table [B, P] -> slots [n, K]; returns the first of n whose row has
 // no blocks in the table, or -1. An entry beyond the blocks of a row is looked for in the last one.
-EXPORT int64_t entry_slots(const int64_t* entries, const int64_t* rows, const int64_t* table, int64_t* slots, int64_t n,
+static int64_t entry_slots(const int64_t* entries, const int64_t* rows, const int64_t* table, int64_t* slots, int64_t n,
                            int64_t K, int64_t B, int64_t P, int64_t per_block) {
     for (int64_t i = 0; i < n; i++) {
         if (rows[i] < 0 || rows[i] >= B || (P < 1 && K > 0)) return i;
@@ -19,7 +19,7 @@ EXPORT int64_t entry_slots(const int64_t* entries, const int64_t* rows, const in
 
 // position, row [T]; spans [B, 3] of floor, start, first; rings [B] or null -> places [T, W]; returns the first query
 // whose row is not in spans, or -1
-EXPORT int64_t window_places(const int64_t* position, const int64_t* row, const int64_t* spans, const int64_t* rings,
+static int64_t window_places(const int64_t* position, const int64_t* row, const int64_t* spans, const int64_t* rings,
                              int64_t* places, int64_t T, int64_t B, int64_t W, int64_t ring) {
     for (int64_t t = 0; t < T; t++, places += W) {
         if (row[t] < 0 || row[t] >= B) return t;
@@ -36,7 +36,7 @@ EXPORT int64_t window_places(const int64_t* position, const int64_t* row, const 
 
 // second [n], from_ring [n]; position, row, blocks [T]; rings [B] -> partner, slot, first, entry [n]; returns the first
 // pair that names what is not there, or -1
-EXPORT int64_t pair_places(const int64_t* second, const uint8_t* from_ring, const int64_t* position, const int64_t* row,
+static int64_t pair_places(const int64_t* second, const uint8_t* from_ring, const int64_t* position, const int64_t* row,
                            const int64_t* rings, const int64_t* blocks, int64_t* partner, int64_t* slot, int64_t* first,
                            int64_t* entry, int64_t n, int64_t T, int64_t B, int64_t ring) {
     for (int64_t i = 0; i < n; i++) {
@@ -52,7 +52,7 @@ EXPORT int64_t pair_places(const int64_t* second, const uint8_t* from_ring, cons
 
 // ids [T], table [V, H] -> X [T, C, H]: the row in each stream; pre [T, C] takes the first, or is null; returns the
 // first id that is not in the table, or -1
-EXPORT int64_t embed(const int64_t* ids, const uint16_t* table, uint16_t* X, float* pre, int64_t T, int64_t V, int64_t C,
+static int64_t embed(const int64_t* ids, const uint16_t* table, uint16_t* X, float* pre, int64_t T, int64_t V, int64_t C,
                      int64_t H) {
     for (int64_t t = 0; t < T; t++) {
         if (ids[t] < 0 || ids[t] >= V) return t;
@@ -63,3 +63,8 @@ EXPORT int64_t embed(const int64_t* ids, const uint16_t* table, uint16_t* X, flo
     }
     return -1;
 }
+
+EXPORT(entry_slots)
+EXPORT(window_places)
+EXPORT(pair_places)
+EXPORT(embed)

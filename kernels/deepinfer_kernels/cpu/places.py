@@ -10,10 +10,10 @@ from deepinfer_kernels.reference.numerics import Numerics
 
 LIBRARY = Library(
     "places",
-    entry_slots="ppppiiiii>i",
-    window_places="pppppiiii>i",
-    pair_places="ppppppppppiiii>i",
-    embed="ppppiiii>i",
+    entry_slots="ppppiiiii",
+    window_places="pppppiiii",
+    pair_places="ppppppppppiiii",
+    embed="ppppiiii",
 )
 
 
@@ -27,9 +27,9 @@ def entry_slots(
         raise ValueError(f"{n} rows of {count} entries, got {tuple(entries.shape)}")
     if per_block < 1:
         raise ValueError(f"blocks of {per_block} entries")
-    slots = torch.empty((n, count), dtype=torch.int64)
+    slots = torch.empty(n, count, dtype=torch.int64)
     given = None if entries is None else i64(entries)
-    at = (None if given is None else given.data_ptr(), rows.data_ptr(), table.data_ptr(), slots.data_ptr())
+    at = (0 if given is None else given.data_ptr(), rows.data_ptr(), table.data_ptr(), slots.data_ptr())
     bad = LIBRARY.entry_slots(*at, n, count, B, P, per_block)
     if bad >= 0:
         raise IndexError(f"row {int(rows[bad])} is not in a table of {B} rows of {P} blocks")
@@ -47,8 +47,8 @@ def window_places(
         raise ValueError(f"{T} queries, rows {tuple(row.shape)}, spans {tuple(spans.shape)}, rings of {B}")
     if ring < 1:
         raise ValueError(f"a ring of {ring} records")
-    places = torch.empty((T, width), dtype=torch.int64)
-    at = (position.data_ptr(), row.data_ptr(), spans.data_ptr(), None if slots is None else slots.data_ptr())
+    places = torch.empty(T, width, dtype=torch.int64)
+    at = (position.data_ptr(), row.data_ptr(), spans.data_ptr(), 0 if slots is None else slots.data_ptr())
     bad = LIBRARY.window_places(*at, places.data_ptr(), T, B, width, ring)
     if bad >= 0:
         raise IndexError(f"row {int(row[bad])} is not among {B} spans")
@@ -73,7 +73,7 @@ def pair_places(
         raise ValueError(f"pairs, tokens, rows and blocks {[tuple(t.shape) for t in given]}")
     if ring < 1:
         raise ValueError(f"a ring of {ring} pairs")
-    partner, slot, first, entry = torch.empty((4, n), dtype=torch.int64)
+    partner, slot, first, entry = torch.empty(4, n, dtype=torch.int64)
     at = [t.data_ptr() for t in (*given, partner, slot, first, entry)]
     bad = LIBRARY.pair_places(*at, n, T, B, ring)
     if bad >= 0:
@@ -84,8 +84,8 @@ def pair_places(
 def _embedded(ids: Tensor, table: Tensor, streams: int, pre: Tensor | None) -> Tensor:
     ids, table = i64(ids), bf16(table)
     (T,), (V, H) = ids.shape, table.shape
-    X = torch.empty((T, streams, H), dtype=torch.bfloat16)
-    at = (ids.data_ptr(), table.data_ptr(), X.data_ptr(), None if pre is None else pre.data_ptr())
+    X = torch.empty(T, streams, H, dtype=torch.bfloat16)
+    at = (ids.data_ptr(), table.data_ptr(), X.data_ptr(), 0 if pre is None else pre.data_ptr())
     bad = LIBRARY.embed(*at, T, V, streams, H)
     if bad >= 0:
         raise IndexError(f"token {int(ids[bad])} is not in a vocabulary of {V}")
@@ -99,7 +99,7 @@ def embed(num: Numerics, ids: Tensor, table: Tensor) -> Tensor:
 
 def embed_streams(num: Numerics, ids: Tensor, table: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     """(C copies of the rows [T, C, H], the pre-mix f32 [T, C] that takes the first)."""
-    pre = torch.empty((ids.shape[0], streams))
+    pre = torch.empty(ids.shape[0], streams)
     return _embedded(ids, table, streams, pre), pre
 
 
