@@ -9,6 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 _RECORDS = Path(__file__).with_name("records.cuh").read_text()
+_KEYS = _RECORDS + Path(__file__).with_name("keys.cuh").read_text()
 _LOG2E = 1.4426950408889634
 BK = 64
 #: keys of global records are decoded to their values over this
@@ -164,7 +165,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
     the tile before. Registers of a thread: 64 where keys are made, 192 where they are used.
     """
     rows, T_, W, G, S, R, E, P = (T.dynamic(n) for n in ("rows", "T", "W", "G", "S", "R", "E", "P"))
-    HEADS, half, quarter, ROWS = 64, D // 2, D // 4, 4
+    HEADS, half, quarter = 64, D // 2, D // 4
     out_shape = (P, T_, N, D) if SPLIT else (T_, N, D)
     out_type = "float32" if SPLIT else "bfloat16"
     state_shape = (P, T_, N, 2) if SPLIT else (P, 1, 1, 2)
@@ -237,32 +238,6 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                     for v in T.vectorized(8):
                         OUT[t, hb * HEADS + row, col + v] = keys[1, row, col + v]
 
-    @T.macro
-    def slots_of(SLOT, t, tile, first, lane, found, at):
-        """The slots of this thread's rows of a tile, −1 behind the last one."""
-        for r in T.unroll(ROWS):
-            at[r] = -1
-            if tile * BK + (first + r) * 8 + lane < found:
-                at[r] = T.cast(SLOT[t, tile * BK + (first + r) * 8 + lane], "int32")
-
-    @T.macro
-    def send(ENTRIES, at, r, chunk, mine, scales):
-        T.call_extern(
-            "void",
-            f"records::send<{D}>",
-            T.address_of(ENTRIES[0, 0]),
-            at[r],
-            chunk,
-            mine[0] + r * 4096,
-            T.address_of(scales[r]),
-        )
-
-    @T.macro
-    def put(keys, values, s, row, chunk):
-        for j in T.unroll(4):
-            for v in T.vectorized(8):
-                keys[s[0], row, chunk * 32 + j * 8 + v] = values[j * 8 + v]
-
     @T.prim_func
     def attend_wide(
         Q: T.Tensor((T_, N, D), "bfloat16"),
@@ -280,7 +255,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512) as block:
-            T.import_source(_RECORDS)
+            T.import_source(_KEYS)
             q = T.alloc_shared((HEADS, D), "bfloat16")
             keys = T.alloc_shared((2, BK, D), "bfloat16")
             probs = T.alloc_shared((2, HEADS, BK), "bfloat16")
@@ -288,8 +263,8 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             tops = T.alloc_shared((2, HEADS), "float32")
             keeps = T.alloc_shared((2, HEADS), "float32")
             totals = T.alloc_shared((2, HEADS), "float32")
-            # of every thread that makes keys, the codes of its four records of the next tile
-            staged = T.alloc_shared((ROWS * 256 * 16,), "uint8")
+            # of every warp that makes keys, the codes of its eight records of the next tile
+            staged = T.alloc_shared((8 * 2048,), "uint8")
             queried = T.alloc_barrier(arrive_count=256)
             asked = T.alloc_barrier(arrive_count=256)
             ready = T.alloc_barrier(arrive_count=[256, 256])
@@ -311,18 +286,18 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             total1 = T.alloc_fragment((HEADS,), "float32")
             fresh0 = T.alloc_fragment((HEADS,), "float32")
             fresh1 = T.alloc_fragment((HEADS,), "float32")
-            scales = T.alloc_local((ROWS,), "uint32")
-            mine = T.alloc_local((1,), "int32")
-            at = T.alloc_local((ROWS,), "int32")
-            later = T.alloc_local((ROWS,), "int32")
-            gone = T.alloc_local((ROWS,), "int32")
+            codes = T.alloc_local((16,), "uint32")
+            scales = T.alloc_local((2,), "uint32")
+            sent = T.alloc_local((2,), "uint32")
+            at = T.alloc_local((3,), "int32")
+            shared = T.alloc_local((4,), "int32")
+            shift = T.alloc_local((1,), "int32")
+            behind = T.alloc_local((1,), "int32")
             s = T.alloc_local((1,), "int32")
             unit = T.alloc_local((1,), "float32")
-            older = T.alloc_local((ROWS * 9,), "uint32")
             place = T.alloc_local((4,), "int32")
             after = T.alloc_local((4,), "int32")
             before = T.alloc_local((1,), "int32")
-            values = T.alloc_local((32,), "bfloat16")
             tid = T.get_thread_binding()
 
             windows = T.ceildiv(W, BK)
@@ -333,116 +308,110 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
 
             if tid >= 256:
                 T.set_max_nreg(64, 0)
-                lane = tid % 8
-                first = (tid - 256) // 128 * ROWS
-                chunk = tid % 128 // 8
-                mine[0] = T.call_extern("int32", "records::shared_place", T.address_of(staged[0]), tid - 256)
+                thread = tid - 256
+                row = thread // 32 * 8 + thread % 8
+                # known by their addresses only, for what these groups share with the others is up to the barriers
+                shared[0] = T.call_extern("int32", "keys::shared", T.address_of(q[0, 0]))
+                shared[1] = T.call_extern("int32", "keys::shared", T.address_of(keys[0, 0, 0]))
+                shared[2] = T.call_extern("int32", "keys::shared", T.address_of(hidden[0, 0]))
+                shared[3] = T.call_extern("int32", "keys::shared", T.address_of(staged[0])) + thread // 32 * 2048
                 for job in T.serial(jobs):
                     at_job(block + job * blocks, groups, tiles, each, place)
                     t, hb, part, count = place[0], place[1], place[2], place[3]
-                    T.barrier_wait(asked, (job & 1) ^ 1)
-                    for i in T.unroll(HEADS * D // 8 // 256):
-                        row = (i * 256 + tid - 256) // (D // 8)
-                        col = (i * 256 + tid - 256) % (D // 8) * 8
-                        T.ptx_cp_async(
-                            T.access_ptr(q[row, col], "w", 8),
-                            T.access_ptr(Q[t, T.min(hb * HEADS + row, N - 1), col], "r", 8),
-                            8,
+                    first_global = T.max(0, T.min(count, windows - part * each))
+                    shift[0] = (part * each - windows) * BK + row
+                    # slots of the next two tiles; behind the last one there are none
+                    behind[0] = T.min(found, (part * each + count - windows) * BK)
+                    for i in T.unroll(2):
+                        at[i] = T.call_extern(
+                            "int32",
+                            "keys::index",
+                            T.address_of(SLOT[t, 0]),
+                            shift[0] + (first_global + i) * BK,
+                            behind[0],
                         )
+                    T.barrier_wait(asked, (job & 1) ^ 1)
+                    T.call_extern(
+                        "void", "keys::copy_queries", T.address_of(Q[0, 0, 0]), t, hb * HEADS, N, shared[0], thread
+                    )
                     T.cp_async_barrier_noinc(queried)
+                    T.call_extern(
+                        "void",
+                        "keys::send",
+                        T.address_of(ENTRIES[0, 0]),
+                        at[0],
+                        shared[3],
+                        thread,
+                        T.address_of(scales[0]),
+                    )
                     if job + 1 < jobs:  # what the next job begins with, into the second-level cache
                         at_job(block + (job + 1) * blocks, groups, tiles, each, after)
                         T.call_extern(
                             "void",
-                            "records::prefetch",
+                            "keys::prefetch",
                             T.address_of(Q[0, 0, 0]),
                             after[0] * N + after[1] * HEADS,
                             D * 2,
                             T.min(HEADS, N - after[1] * HEADS),
-                            tid - 256,
+                            thread,
                         )
-                        T.call_extern(
-                            "void", "records::prefetch", T.address_of(WINDOW[0, 0]), after[0], W * 8, 1, tid - 256
-                        )
+                        T.call_extern("void", "keys::prefetch", T.address_of(WINDOW[0, 0]), after[0], W * 8, 1, thread)
                         if found > 0:
                             T.call_extern(
-                                "void", "records::prefetch", T.address_of(SLOT[0, 0]), after[0], found * 8, 1, tid - 256
+                                "void", "keys::prefetch", T.address_of(SLOT[0, 0]), after[0], found * 8, 1, thread
                             )
-                    first_global = T.max(0, T.min(count, windows - part * each))
                     for n in T.serial(first_global):
                         s[0] = n % 2
-                        for r in T.unroll(ROWS):
-                            at[r] = -1
-                            if (part * each + n) * BK + (first + r) * 8 + lane < W:
-                                at[r] = T.cast(WINDOW[t, (part * each + n) * BK + (first + r) * 8 + lane], "int32")
+                        at[2] = T.call_extern(
+                            "int32", "keys::index", T.address_of(WINDOW[t, 0]), (part * each + n) * BK + row, W
+                        )
                         T.barrier_wait(free[s[0]], (before[0] + n // 2 & 1) ^ 1)
-                        for r in T.unroll(ROWS):
-                            if at[r] >= 0:
-                                for j in T.unroll(4):
-                                    T.ptx_cp_async(
-                                        T.access_ptr(keys[s[0], (first + r) * 8 + lane, chunk * 32 + j * 8], "w", 8),
-                                        T.access_ptr(LOCAL[at[r], chunk * 32 + j * 8], "r", 8),
-                                        8,
-                                    )
-                        for r in T.unroll(ROWS):
-                            T.call_extern(
-                                "void",
-                                f"records::fetch_ring<{D}>",
-                                T.address_of(RINGS[0, 0]),
-                                at[r],
-                                chunk,
-                                T.address_of(older[r * 9]),
-                            )
-                        for r in T.unroll(ROWS):
-                            if at[r] < 0:
-                                T.call_extern(
-                                    "void", "records::decode_ring", T.address_of(older[r * 9]), T.address_of(values[0])
-                                )
-                                put(keys, values, s, (first + r) * 8 + lane, chunk)
-                        if chunk == 0:
-                            for r in T.unroll(ROWS):
-                                hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
-                                    at[r] == -1, -T.infinity("float32"), 0.0
-                                )
-                        T.ptx_commit_group()
-                        T.ptx_wait_group(0)
+                        T.call_extern(
+                            "void",
+                            "keys::make_window",
+                            T.address_of(LOCAL[0, 0]),
+                            T.address_of(RINGS[0, 0]),
+                            at[2],
+                            shared[1] + s[0] * (BK * D * 2),
+                            shared[2] + s[0] * (BK * 4),
+                            thread,
+                        )
                         T.barrier_arrive(ready[s[0]])
                     # the records of a tile are on their way while the one before is decoded, its slots before that
-                    tile = part * each + first_global - windows
-                    slots_of(SLOT, t, T.if_then_else(first_global < count, tile, tiles), first, lane, found, at)
-                    # what was sent for behind the last tile of the job before is not to come after this
-                    T.call_extern("void", "records::arrived")
-                    for r in T.unroll(ROWS):
-                        send(ENTRIES, at, r, chunk, mine, scales)
-                        gone[r] = at[r]
-                    slots_of(SLOT, t, T.if_then_else(first_global + 1 < count, tile + 1, tiles), first, lane, found, at)
                     for m in T.serial(T.ceildiv(count, 2) * 2 - first_global):
                         n = first_global + m
                         s[0] = n % 2
-                        slots_of(SLOT, t, T.if_then_else(n + 2 < count, tile + m + 2, tiles), first, lane, found, later)
-                        T.call_extern("void", "records::arrived")
+                        at[2] = T.call_extern(
+                            "int32", "keys::index", T.address_of(SLOT[t, 0]), shift[0] + (n + 2) * BK, behind[0]
+                        )
+                        T.call_extern("void", "keys::receive", shared[3], thread, T.address_of(codes[0]))
+                        T.call_extern(
+                            "void",
+                            "keys::send",
+                            T.address_of(ENTRIES[0, 0]),
+                            at[1],
+                            shared[3],
+                            thread,
+                            T.address_of(sent[0]),
+                        )
                         T.barrier_wait(free[s[0]], (before[0] + n // 2 & 1) ^ 1)
-                        for r in T.unroll(ROWS):
-                            T.call_extern(
-                                "void",
-                                "records::receive",
-                                mine[0] + r * 4096,
-                                T.address_of(scales[r]),
-                                gone[r],
-                                T.address_of(values[0]),
-                            )
-                            send(ENTRIES, at, r, chunk, mine, scales)
-                            put(keys, values, s, (first + r) * 8 + lane, chunk)
-                            if chunk == 0:
-                                hidden[s[0], (first + r) * 8 + lane] = T.if_then_else(
-                                    gone[r] < 0, -T.infinity("float32"), 0.0
-                                )
-                        for r in T.unroll(ROWS):
-                            gone[r] = at[r]
-                            at[r] = later[r]
+                        T.call_extern(
+                            "void",
+                            "keys::make_global",
+                            T.address_of(codes[0]),
+                            T.address_of(scales[0]),
+                            at[0],
+                            shared[1] + s[0] * (BK * D * 2),
+                            shared[2] + s[0] * (BK * 4),
+                            thread,
+                        )
+                        for i in T.unroll(2):
+                            at[i] = at[i + 1]
+                            scales[i] = sent[i]
                         T.barrier_arrive(ready[s[0]])
+                    # what was sent for behind the last tile is not to come after what is sent next
+                    T.call_extern("void", "keys::arrived")
                     before[0] += T.ceildiv(count, 2)
-                T.call_extern("void", "records::arrived")
             elif tid < 128:
                 T.set_max_nreg(192, 1)
                 for job in T.serial(jobs):

@@ -39,28 +39,21 @@ __device__ __forceinline__ float e8m0(unsigned b) {
   return __uint_as_float(b == 0 ? 0x400000u : b == 255 ? 0x7FC00000u : b << 23);
 }
 
-// 8 E2M1 codes times a pair of equal bf16 scales. A byte multiplied by 2^6 + 2^18 has the magnitude of its low code in
-// bits 6..8 of the low half and that of its high code in those of the high half, where they are as bf16 the value times
-// 2^-126, and the signs in bit 9; a scale of 2^116 makes them the value times 2^-10.
+// 8 E2M1 codes times a pair of equal bf16 scales. The codes of a byte, each on top of a half, have their signs there;
+// their magnitudes in bits 6..8 are as bf16 the values times 2^-126. A scale of 2^116 makes them the values times 2^-10.
 __device__ __forceinline__ void e2m1x8(unsigned codes, unsigned scale, unsigned* out) {
+  const unsigned low = codes << 4;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const unsigned spread = __byte_perm(codes, 0, 0x4440 + k) * 0x40040u;
-    out[k] = times((spread & 0x01C001C0u) | ((spread << 6) & 0x80008000u), scale);
+    const unsigned both = __byte_perm(low, codes, 0x4400 + 0x1111 * k);
+    out[k] = times((both & 0x80008000u) | ((both >> 6) & 0x01C001C0u), scale);
   }
 }
 
-// some rows of a matrix into the second-level cache, 128 bytes at a time by each of 256 threads
-__device__ __forceinline__ void prefetch(const void* matrix, int row, int row_bytes, int rows, int thread) {
-  const char* from = static_cast<const char*>(matrix) + static_cast<long long>(row) * row_bytes;
-  for (int i = thread * 128; i < rows * row_bytes; i += 256 * 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
-}
-
-// values of 16 bytes of codes and 2 of scales times 2^-10, zeros of a hidden slot
-__device__ __forceinline__ void e2m1x32(uint4 codes, unsigned scales, int slot, void* values) {
+// values of 16 bytes of codes and 2 of scales times 2^-10
+__device__ __forceinline__ void e2m1x32(uint4 codes, unsigned scales, void* values) {
   unsigned* out = static_cast<unsigned*>(values);
-  const float2 scale = floats(e4m3x2(static_cast<unsigned short>(slot < 0 ? 0 : scales)));
+  const float2 scale = floats(e4m3x2(static_cast<unsigned short>(scales)));
   const unsigned low = bf16x2(scale.x * 0x1p116f, scale.x * 0x1p116f);
   const unsigned high = bf16x2(scale.y * 0x1p116f, scale.y * 0x1p116f);
   e2m1x8(codes.x, low, out);
@@ -80,64 +73,18 @@ __device__ __forceinline__ void global_chunk(const unsigned char* entries, int s
     const unsigned* words = reinterpret_cast<const unsigned*>(record + 16 * c);
     codes = make_uint4(__ldg(words), __ldg(words + 1), __ldg(words + 2), __ldg(words + 3));
   }
-  e2m1x32(codes, __ldg(reinterpret_cast<const unsigned short*>(record + D / 2 + 2 * c)), slot, values);
+  const unsigned scales = __ldg(reinterpret_cast<const unsigned short*>(record + D / 2 + 2 * c));
+  e2m1x32(codes, slot < 0 ? 0 : scales, values);
 }
 
-// The same in two steps: a thread sends for its codes, to a place in shared memory that no other thread uses, and its
-// scales; later it waits for them. A load of codes into registers would be moved to where they are used. The scales
-// lie behind the codes, so the 256 bytes around these bring most of them near.
-__device__ __forceinline__ int shared_place(const void* staged, int thread) {
-  return static_cast<int>(__cvta_generic_to_shared(staged)) + 16 * thread;
-}
-
-template <int D>
-__device__ __forceinline__ void send(const unsigned char* entries, int slot, int c, int place, unsigned* scales) {
-  const unsigned char* record = entries + static_cast<long long>(max(slot, 0)) * (D / 2 + D / 16);
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(place), "l"(record + 16 * c) : "memory");
-  unsigned short both;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(both) : "l"(record + D / 2 + 2 * c));
-  *scales = both;
-}
-
-__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ __forceinline__ void receive(int place, const unsigned* scales, int slot, void* values) {
-  uint4 codes;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w) : "r"(place) : "memory");
-  e2m1x32(codes, *scales, slot, values);
-}
-
-// codes (32 bytes) and scale of columns 32c..32c+31 of a window place that is in the ring (below −1); else zeros
-template <int D>
-__device__ __forceinline__ void fetch_ring(const unsigned char* ring, int at, int c, unsigned* raw) {
-  if (at < -1) {
-    const unsigned char* record = ring + static_cast<long long>(-2 - at) * (D + D / 32);
-    if constexpr (D % 512 == 0) {  // records of whole 16 bytes
-      const uint4 a = load16(record + 32 * c), b = load16(record + 32 * c + 16);
-      raw[0] = a.x, raw[1] = a.y, raw[2] = a.z, raw[3] = a.w;
-      raw[4] = b.x, raw[5] = b.y, raw[6] = b.z, raw[7] = b.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const unsigned short* pairs = reinterpret_cast<const unsigned short*>(record + 32 * c + 4 * i);
-        raw[i] = __ldg(pairs) | static_cast<unsigned>(__ldg(pairs + 1)) << 16;
-      }
-    }
-    raw[8] = __ldg(record + D + c);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 9; ++i) raw[i] = 0;
-  }
-}
-
-__device__ __forceinline__ void decode_ring(const unsigned* raw, void* values) {
+// values of 32 bytes of codes and one of their scale
+__device__ __forceinline__ void e4m3x32(const unsigned* codes, unsigned exponent, void* values) {
   unsigned* out = static_cast<unsigned*>(values);
-  const float scale = e8m0(raw[8]);
+  const float scale = e8m0(exponent);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float2 low = floats(e4m3x2(static_cast<unsigned short>(raw[i])));
-    const float2 high = floats(e4m3x2(static_cast<unsigned short>(raw[i] >> 16)));
+    const float2 low = floats(e4m3x2(static_cast<unsigned short>(codes[i])));
+    const float2 high = floats(e4m3x2(static_cast<unsigned short>(codes[i] >> 16)));
     out[2 * i] = bf16x2(low.x * scale, low.y * scale);
     out[2 * i + 1] = bf16x2(high.x * scale, high.y * scale);
   }
@@ -151,11 +98,26 @@ __device__ __forceinline__ void window_chunk(
     const char* row = static_cast<const char*>(local) + (static_cast<long long>(at) * D + 32 * c) * 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) static_cast<uint4*>(values)[i] = load16(row + 16 * i);
-  } else {
-    unsigned raw[9];
-    fetch_ring<D>(ring, at, c, raw);
-    decode_ring(raw, values);
+    return;
   }
+  unsigned codes[8] = {};
+  unsigned exponent = 0;
+  if (at < -1) {
+    const unsigned char* record = ring + static_cast<long long>(-2 - at) * (D + D / 32);
+    if constexpr (D % 512 == 0) {  // records of whole 16 bytes
+      const uint4 a = load16(record + 32 * c), b = load16(record + 32 * c + 16);
+      codes[0] = a.x, codes[1] = a.y, codes[2] = a.z, codes[3] = a.w;
+      codes[4] = b.x, codes[5] = b.y, codes[6] = b.z, codes[7] = b.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const unsigned short* pairs = reinterpret_cast<const unsigned short*>(record + 32 * c + 4 * i);
+        codes[i] = __ldg(pairs) | static_cast<unsigned>(__ldg(pairs + 1)) << 16;
+      }
+    }
+    exponent = __ldg(record + D + c);
+  }
+  e4m3x32(codes, exponent, values);
 }
 
 }  // namespace records
