@@ -66,7 +66,7 @@ PARTS = (
     _part("bench", "time", 200, "recipes.kernels.bench --out {out}/triton.json"),
     _part("step-ops", "time", 120, "recipes.kernels.step_ops --ours --out {out}/step-ops.jsonl"),
     _part("steps", "time", 150, f"recipes.kernels.steps --rows 1 64 --out {{out}}/steps.jsonl {_NANO}"),
-    _part("exposed", "time", 90, "recipes.host.exposed --profile h200x1-nano --rows 64 --steps 40 --kernels"),
+    _part("exposed", "time", 90, f"recipes.host.exposed --profile h200x1-nano --rows 64 --steps 40 --kernels {_NANO}"),
     _cases("triton", "triton_cases"),
     _cases("steps", "triton_step_cases", "triton_draw_cases"),
     _cases("tilelang", "tilelang_cases", "tilelang_gemm_cases"),

@@ -2,8 +2,9 @@
 
 ``PYTHONPATH=.:engine:kernels python -m recipes.kernels.step_ops --out FILE.jsonl`` prints per operation: microseconds
 inside a CUDA graph, as ``recipes.kernels.bench`` measures them, and microseconds that the host takes to launch one
-call, which is what a step without graphs waits for; each of our kernel and of the reference on the same device. With
-``--warm I/N`` every Nth is called once, so that several processes fill Triton's cache first.
+call, which is what a step without graphs waits for; each of our kernel and of the reference on the same device. Where
+64 MB or more move, also the share of the time that a copy of as many bytes takes, by the rate of copies in this run.
+With ``--warm I/N`` every Nth is called once, so that several processes fill Triton's cache first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from torch import Tensor
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops
-from recipes.kernels.bench import timed
+from recipes.kernels.bench import ceilings, timed
 
 #: V4.1-Flash: rows of a decode step, hidden, streams, head dim, rotary dim, experts, choices, vocabulary, index heads
 T, H, C, D, DR, E, K, V, IH, DI = 64, 5120, 4, 512, 64, 384, 6, 129280, 32, 128
+#: bytes from which a kernel is held to the rate of copies, not to microseconds
+LARGE = 64_000_000
 
 
 def ops_of(backend: str) -> Ops:
@@ -64,11 +67,47 @@ def u8(*shape: int) -> Tensor:
 
 
 def cases() -> Iterator[OpCase]:
-    """Decode shapes first, then some of a prefill chunk."""
+    """A decode step; what also a prefill chunk does row by row, at its size; selection, dispatch, drawing and head."""
 
     def case(op: str, what: str, size: int, make: Callable[[], tuple[Any, ...]], **options: Any) -> OpCase:
         return OpCase(f"{op} {what}", op, lambda: (make(), options), size)
 
+    for rows in (T, 2048):
+        yield from _rows(case, rows)
+    blocks = ids(9999, T, 1024)
+    yield case(
+        "entry_slots", f"T{T} K512", 16 * T * 512,
+        lambda: (ids(1 << 16, T, 512), torch.arange(T, device="cuda"), blocks), per_block=128, count=512,
+    )  # fmt: skip
+    spans = torch.stack((ids(9, T), ids(9999, T), torch.arange(T, device="cuda")), 1)
+    yield case(
+        "window_places", f"T{T}", 8 * T * 128,
+        lambda: (spans[:, 1] + 1, torch.arange(T, device="cuda"), spans, ids(T, T)), width=128, ring=134,
+    )  # fmt: skip
+    yield case("index_weights", f"T{T}", 4 * T * IH, lambda: (bf(T, IH), DI))
+    for n in (2048, 16384, 131072):
+        yield case("select_topk", f"T{T} n{n} k512", 4 * T * n, lambda n=n: (f32(T, 1, n),), k=512)
+    visible = torch.full((T, 1), 131072, device="cuda")
+    yield case(
+        "candidate_blocks", f"T{T} n131072", 4 * T * 131072, lambda: (f32(T, 1, 131072), visible), block=8, keep=2048
+    )
+    kept = ids(2, T, 1, 16384) == 0
+    yield case("restrict_to_candidates", f"T{T} n131072", 8 * T * 131072, lambda: (f32(T, 1, 131072), kept), block=8)
+    for rows in (T, 2048):
+        yield case("dispatch_permute", f"T{rows} E{E}", 24 * rows * K, lambda rows=rows: (ids(E, rows, K), E))
+        yield case(
+            "dispatch_rows", f"T{rows} E{E}", 2 * rows * (K + 1) * H,
+            lambda rows=rows: (bf(rows, H), ids(E, rows, K), torch.rand(rows, K, device="cuda"), E),
+        )  # fmt: skip
+        yield case("count_choices", f"L40 T{rows} E{E}", 320 * rows * K, lambda rows=rows: (ids(E, 40, rows, K), E))
+    yield from _drawing(case)
+    head = Weight(bf(V, H), "bf16")
+    for rows in (1, T):
+        yield case("head_logits", f"T{rows} V{V}", 2 * V * H, lambda rows=rows: (bf(rows, H), head))
+
+
+def _rows(case: Callable[..., OpCase], T: int) -> Iterator[OpCase]:
+    """Streams, records, pairs and memory of T tokens."""
     table = bf(V, H)
     yield case("embed_streams", f"T{T}", 10 * T * H, lambda: (ids(V, T), table, C))
     pre = torch.rand(T, C, device="cuda")
@@ -91,16 +130,6 @@ def cases() -> Iterator[OpCase]:
 
     yield case("pool_cached", f"T{T}", 18 * T * D, pairs)
     yield case("store_pairs", f"T{T}", 16 * T * D, lambda: (ring, ids(T * 7, T), f32(T, D), f32(T, D)))
-    blocks = ids(9999, T, 1024)
-    yield case(
-        "entry_slots", f"T{T} K512", 16 * T * 512,
-        lambda: (ids(1 << 16, T, 512), torch.arange(T, device="cuda"), blocks), per_block=128, count=512,
-    )  # fmt: skip
-    spans = torch.stack((ids(9, T), ids(9999, T), torch.arange(T, device="cuda")), 1)
-    yield case(
-        "window_places", f"T{T}", 8 * T * 128,
-        lambda: (spans[:, 1] + 1, torch.arange(T, device="cuda"), spans, ids(T, T)), width=128, ring=134,
-    )  # fmt: skip
     multipliers, primes = ids(1 << 40, 3) | 1, ids(1 << 22, 2, 8) | 1
     yield case("token_classes", f"T{T}", 48 * T, lambda: (ids(V, T, 3), ids(1 << 17, V), None))
     yield case("engram_hash", f"T{T}", 150 * T, lambda: (ids(1 << 17, T, 3), 2, multipliers, primes, primes))
@@ -108,26 +137,6 @@ def cases() -> Iterator[OpCase]:
     yield case("engram_lookup", f"T{T}", T * 16 * 970, lambda: (memory, scale, ids(1 << 20, T, 16)))
     q, k = bf(C, H), bf(C, H)
     yield case("engram_gate", f"T{T}", 2 * T * 13 * H, lambda: (bf(T, C, H), bf(T, (C + 1) * H), q, k, None, 1e-20))
-    yield case("index_weights", f"T{T}", 4 * T * IH, lambda: (bf(T, IH), DI))
-    for n in (2048, 16384, 131072):
-        yield case("select_topk", f"T{T} n{n} k512", 4 * T * n, lambda n=n: (f32(T, 1, n),), k=512)
-    visible = torch.full((T, 1), 131072, device="cuda")
-    yield case(
-        "candidate_blocks", f"T{T} n131072", 4 * T * 131072, lambda: (f32(T, 1, 131072), visible), block=8, keep=2048
-    )
-    kept = ids(2, T, 1, 16384) == 0
-    yield case("restrict_to_candidates", f"T{T} n131072", 8 * T * 131072, lambda: (f32(T, 1, 131072), kept), block=8)
-    for rows in (T, 2048):
-        yield case("dispatch_permute", f"T{rows} E{E}", 24 * rows * K, lambda rows=rows: (ids(E, rows, K), E))
-        yield case(
-            "dispatch_rows", f"T{rows} E{E}", 2 * rows * (K + 1) * H,
-            lambda rows=rows: (bf(rows, H), ids(E, rows, K), torch.rand(rows, K, device="cuda"), E),
-        )  # fmt: skip
-        yield case("count_choices", f"L40 T{rows} E{E}", 320 * rows * K, lambda rows=rows: (ids(E, 40, rows, K), E))
-    yield from _drawing(case)
-    head = Weight(bf(V, H), "bf16")
-    for rows in (1, T):
-        yield case("head_logits", f"T{rows} V{V}", 2 * V * H, lambda rows=rows: (bf(rows, H), head))
 
 
 def _drawing(case: Callable[..., OpCase]) -> Iterator[OpCase]:
@@ -206,12 +215,17 @@ def main() -> None:
             positional, options = case.make()
             getattr(mine, case.op)(*positional, **options)
         return
-    lines = []
+    copy, _ = ceilings()
+    lines: list[dict[str, Any]] = []
     for case in todo:
-        line = {"case": case.name, "bytes": case.bytes, "triton": measure(case, mine)}
+        line: dict[str, Any] = {"case": case.name, "bytes": case.bytes, "triton": measure(case, mine)}
         line |= {} if args.ours else {"torch": measure(case, plain)}
+        text = f"{case.name:38s} {line['triton']}"
+        if case.bytes >= LARGE and isinstance(us := line["triton"].get("us"), float):
+            line["of_copy"] = round(case.bytes / copy * 1e6 / us, 3)
+            text += f"  {line['of_copy']:.0%} of {copy / 1e12:.2f} TB/s"
         lines.append(line)
-        print(f"{case.name:38s} {line['triton']}" + ("" if args.ours else f"  torch {line['torch']}"), flush=True)
+        print(text + ("" if args.ours else f"  torch {line['torch']}"), flush=True)
         torch.cuda.empty_cache()
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))

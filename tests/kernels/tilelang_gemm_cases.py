@@ -1,4 +1,7 @@
-"""Cases of test_tilelang.py for a CUDA device: experts and index scores beside the reference, faults, single rows."""
+"""Cases of test_tilelang.py for a CUDA device: experts and index scores beside the reference, faults, single rows.
+
+What the sanitizer looks at has its reference from the CPU: initcheck takes a bf16 product of torch for unwritten.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +115,8 @@ def check(op: str, got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize(("H", "width"), WIDTHS)
 def test_experts_agree_with_the_reference(H: int, width: int, counts: tuple[int, ...]):
-    arguments = on(make_experts(counts, H, width), "cuda")
-    expected = reference_moe.moe_experts(NUM, *arguments)
+    given = make_experts(counts, H, width)
+    arguments, expected = on(given, "cuda"), reference_moe.moe_experts(NUM, *given).cuda()
     for form in (experts.moe_experts, experts.moe_experts_invariant):
         check("moe_experts", poisoned(form, *arguments), expected)
 
@@ -167,8 +170,9 @@ def test_an_expert_row_has_the_same_bits_with_any_other_rows_of_its_slot():
 @pytest.mark.parametrize(("heads", "width"), HEADS)
 def test_scores_agree_with_the_reference(heads: int, width: int, C: int):
     for B, n in ((1, 1), (3, 130), (2, 5000)):
-        arguments = on(make_scores(B, C, heads, n, width), "cuda")
-        check("index_scores", poisoned(index.index_scores, *arguments), reference_index.index_scores(NUM, *arguments))
+        given = make_scores(B, C, heads, n, width)
+        got = poisoned(index.index_scores, *on(given, "cuda"))
+        check("index_scores", got, reference_index.index_scores(NUM, *given).cuda())
 
 
 @pytest.mark.parametrize(("heads", "width"), HEADS)
