@@ -139,6 +139,30 @@ def test_no_number_of_rows_of_experts_takes_a_kernel_that_is_not_made_ahead():
         assert {tiles(rows, slots) for rows in range(1, 400 * slots)} == made
 
 
+def test_no_number_of_choices_of_experts_is_sorted_by_a_kernel_that_is_not_made_ahead():
+    from deepinfer_engine.config.profile import load_profile
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_engine.sim.models import find_model
+    from deepinfer_kernels.reference.numerics import NUMERICS
+    from deepinfer_kernels.triton import build, launch, permute, shapes
+
+    sizes = kernel_shapes(find_model("nano").config, load_profile("h200x1-nano").profile)
+    made = set(build.kernels(shapes.launches(sizes, invariant=False)))
+    num, needed = NUMERICS["fast"], []
+    for experts, choices, slots, _ in sizes.routers:
+        for tokens in (1, 2, 1024 // choices, 1024 // choices + 1, 999, 8192):
+            ids, weights = shapes._i64(tokens, choices), shapes._f32(tokens, choices)
+            for op, call in (
+                ("dispatch_permute", lambda i=ids, s=slots: permute.dispatch_permute(num, i, s)),
+                ("dispatch_rows", lambda i=ids, w=weights, s=slots: permute.dispatch_rows(
+                    num, shapes._empty(i.shape[0], sizes.H), i, w, s)),
+                ("count_choices", lambda i=ids, e=experts: permute.count_choices(num, i.expand(7, -1, -1), e)),
+            ):  # fmt: skip
+                with launch.recording(lambda one, op=op: needed.append((op, one))):
+                    call()
+    assert set(build.kernels(needed)) <= made
+
+
 def test_what_is_announced_is_what_the_modules_hold():
     """The signatures too: the registry takes them from the reference, without importing triton."""
     import importlib

@@ -62,9 +62,19 @@ def test_choices_are_sorted_by_slot_in_the_order_of_their_tokens(T: int, slots: 
     assert torch.equal(weight[order], weights.flatten())
 
 
+@pytest.mark.parametrize("slots", [1, 7, 384])
+def test_more_choices_than_one_launch_sorts_keep_the_same_order(slots: int):
+    torch.manual_seed(slots)
+    for T, K in ((257, 4), (683, 3)) if launch.INTERPRETED else ((257, 4), (683, 3), (2048, 6), (9000, 6)):
+        choice = torch.randint(0, slots, (T, K))
+        choice[T // 3 : T // 2] = slots - 1
+        same("dispatch_permute", choice, slots)
+        same("dispatch_rows", bf(T, 40), choice, torch.rand(T, K), slots)
+
+
 def test_choices_are_counted_by_layer():
     torch.manual_seed(0)
-    for T, layers in ((0, 2), (1, 1), (300, 3)):
+    for T, layers in ((0, 2), (1, 1), (300, 3), (700, 3)):
         same("count_choices", torch.randint(0, 9, (layers, T, 4)), 11)
 
 

@@ -156,7 +156,7 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 
 def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """What a step does beside products and attention; none of these kernels depends on the number of rows."""
+    """What a step does beside products and attention; only those that dispatch depend on the number of rows."""
     T = 1
     angles = (_f32(T, s.Dr // 2), _f32(T, s.Dr // 2))
     for width in s.tables:
@@ -208,9 +208,11 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         for dead in (None, _empty(T, dtype=torch.bool)):
             yield "engram_gate", (*streams, dead, 1e-6), {}
     for experts, choices, slots, _ in s.routers:
-        yield "dispatch_permute", (_i64(T, choices), slots), {}
-        yield "dispatch_rows", (_empty(T, s.H), _i64(T, choices), _f32(T, choices), slots), {}
-        yield "count_choices", (_i64(1, T, choices), experts), {}
+        for tokens in (T, 2048):
+            yield "dispatch_permute", (_i64(tokens, choices), slots), {}
+            rows = _empty(tokens, s.H), _i64(tokens, choices), _f32(tokens, choices)
+            yield "dispatch_rows", (*rows, slots), {}
+            yield "count_choices", (_i64(1, tokens, choices), experts), {}
 
 
 def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
