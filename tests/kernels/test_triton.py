@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ if (reason := families.unusable()) is not None:
 CASES = [
     str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py", "triton_draw_cases.py")
 ]
+
+FLASH = "deepseek-v4.1-flash"
+#: operations whose kernels depend on how many rows, choices or entries there are
+BY_LENGTH = ("dispatch_permute", "dispatch_rows", "count_choices", "select_topk", "candidate_blocks")
 
 
 def run(**environment: str) -> None:
@@ -139,28 +144,30 @@ def test_no_number_of_rows_of_experts_takes_a_kernel_that_is_not_made_ahead():
         assert {tiles(rows, slots) for rows in range(1, 400 * slots)} == made
 
 
-def test_no_number_of_choices_of_experts_is_sorted_by_a_kernel_that_is_not_made_ahead():
+def test_no_number_of_choices_or_entries_takes_a_kernel_that_is_not_made_ahead():
     from deepinfer_engine.config.profile import load_profile
     from deepinfer_engine.model.kernel_shapes import kernel_shapes
     from deepinfer_engine.sim.models import find_model
     from deepinfer_kernels.reference.numerics import NUMERICS
-    from deepinfer_kernels.triton import build, launch, permute, shapes
+    from deepinfer_kernels.triton import build, launch, permute, select, shapes
 
-    sizes = kernel_shapes(find_model("nano").config, load_profile("h200x1-nano").profile)
-    made = set(build.kernels(shapes.launches(sizes, invariant=False)))
-    num, needed = NUMERICS["fast"], []
-    for experts, choices, slots, _ in sizes.routers:
-        for tokens in (1, 2, 1024 // choices, 1024 // choices + 1, 999, 8192):
-            ids, weights = shapes._i64(tokens, choices), shapes._f32(tokens, choices)
-            for op, call in (
-                ("dispatch_permute", lambda i=ids, s=slots: permute.dispatch_permute(num, i, s)),
-                ("dispatch_rows", lambda i=ids, w=weights, s=slots: permute.dispatch_rows(
-                    num, shapes._empty(i.shape[0], sizes.H), i, w, s)),
-                ("count_choices", lambda i=ids, e=experts: permute.count_choices(num, i.expand(7, -1, -1), e)),
-            ):  # fmt: skip
-                with launch.recording(lambda one, op=op: needed.append((op, one))):
-                    call()
-    assert set(build.kernels(needed)) <= made
+    num, empty, i64, f32, needed = NUMERICS["fast"], shapes._empty, shapes._i64, shapes._f32, []
+    sizes = [kernel_shapes(find_model(m).config, load_profile("h200x1-nano").profile) for m in ("nano", FLASH)]
+    for s in sizes:
+        made = set(build.kernels(c for c in shapes.launches(s, invariant=False) if c[0] in BY_LENGTH))
+        with launch.recording(lambda call, needed=needed: needed.append(call)):
+            for experts, choices, slots, _ in s.routers:
+                for tokens in (1, 2, 1024 // choices, 1024 // choices + 1, 999, 8192):
+                    ids, weights = i64(tokens, choices), f32(tokens, choices)
+                    permute.dispatch_permute(num, ids, slots)
+                    permute.dispatch_rows(num, empty(tokens, s.H), ids, weights, slots)
+                    permute.count_choices(num, i64(7, tokens, choices), experts)
+            entries, block, keep = s.choice
+            for n in (1, 9, *(length + more for length in (1 << e for e in range(8, 23)) for more in (-1, 0, 1, 99))):
+                select.select_topk(num, f32(3, 2, n), k=entries)
+                select.candidate_blocks(num, f32(3, 2, n), i64(3, 2), block=block, keep=keep)
+        assert set(build.kernels(("", call) for call in needed)) <= {replace(k, op="") for k in made}
+        needed.clear()
 
 
 def test_what_is_announced_is_what_the_modules_hold():

@@ -82,7 +82,8 @@ def test_choices_are_counted_by_layer():
 
 
 def edges(n: int) -> Tensor:
-    """Rows of scores: random, ties, equal, hidden, few, infinities, zeros of both signs, NaN, subnormal, negative."""
+    """Rows of scores: random, ties, equal, hidden, few, infinities, zeros of both signs, NaN, subnormal, negative,
+    ascending, a few NaN among ties."""
     torch.manual_seed(n)
     random = torch.randn(n)
     hidden = torch.full((n,), -INF)
@@ -95,7 +96,10 @@ def edges(n: int) -> Tensor:
     some[torch.randperm(n)[:2]] = NAN
     many[torch.rand(n) < 0.6] = NAN
     tiny = torch.randn(n) * 1e-42
-    return torch.stack((random, ties, random * 0, hidden, few, infinite, zeros, some, many, tiny, -random.abs()))
+    rare = torch.where(torch.rand(n) < 0.01, NAN, ties)
+    ascending = random.sort().values
+    lows = (tiny, -random.abs(), ascending, rare)
+    return torch.stack((random, ties, random * 0, hidden, few, infinite, zeros, some, many, *lows))
 
 
 @pytest.mark.parametrize("n", [1, 5, 64, 137, 1025, 5000])
@@ -104,6 +108,17 @@ def test_the_best_are_selected_with_ties_to_the_lowest(n: int):
     for k in {1, 3, 64, n - 1, n, n + 5} - {0}:
         same("select_topk", scores.unsqueeze(1), k=k)
     same("select_topk", scores[:0], k=4)
+
+
+@pytest.mark.parametrize(("n", "some"), [(16385, (512, 8192, 9000, 20000)), (40000, (3, 1000, 4097))])
+def test_the_best_of_longer_rows_than_a_program_holds_are_selected(n: int, some: tuple[int, ...]):
+    scores = edges(n)
+    for k in some:
+        same("select_topk", scores.unsqueeze(1), k=k)
+    for k in some:
+        visible = torch.full((scores.shape[0],), n)
+        visible[:3] = torch.tensor([n // 3, 0, 1])
+        same("candidate_blocks", scores, visible, block=2 if k == some[0] else 1, keep=k)
 
 
 def test_nothing_is_selected_among_no_entries():

@@ -156,7 +156,7 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 
 def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """What a step does beside products and attention; only those that dispatch depend on the number of rows."""
+    """What a step does beside products and attention; only those that dispatch depend on how many rows there are."""
     T = 1
     angles = (_f32(T, s.Dr // 2), _f32(T, s.Dr // 2))
     for width in s.tables:
@@ -188,11 +188,11 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield "window_places", (_i64(T), _i64(T), _i64(T, 3), rings), dict(width=4, ring=8)
     yield from _drawing(s)
     entries, block, keep = s.choice
-    for n in (1024, 4096):
+    for n in select.lengths(entries):
         yield "select_topk", (_f32(T, 1, n),), dict(k=entries)
     scores = _f32(T, 1, 4096)
-    for n in (1024 * block, 4096 * block):
-        yield "candidate_blocks", (_f32(T, 1, n), _i64(T, 1)), dict(block=block, keep=keep)
+    for items in select.lengths(keep):
+        yield "candidate_blocks", (_f32(T, 1, items * block), _i64(T, 1)), dict(block=block, keep=keep)
     kept = _empty(T, 1, -(-4096 // block), dtype=torch.bool)
     yield "restrict_to_candidates", (scores, kept), dict(block=block)
     yield "index_weights", (_empty(T, s.index_heads), s.Di), {}
