@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from deepinfer_kernels.reference.sample import uniforms
 from deepinfer_kernels.reference.speculate import NO_TOKEN, StepRows
-from deepinfer_kernels.triton import launch
+from deepinfer_kernels.triton import launch, noise
 from tests.kernels.packing import packed
 from tests.kernels.triton_cases import DEVICE, REFERENCE, TRITON, check, on_device
 from tests.kernels.triton_step_cases import INF, NAN, run, same
@@ -61,6 +64,51 @@ def test_greedy_tokens_of_a_row_in_parts(V: int):
     same("next_tokens", logits, None, None)
     assert same("next_tokens", raw, adjusted, None).tolist()[3:] == [-2, -1, -1]
     same("next_tokens", raw, None, None)
+
+
+@triton.jit
+def _estimate(OUT, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + i, noise.noise_about((i << 8).to(tl.uint32)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_estimated_noise_is_close_to_that_of_every_word():
+    block = 1 << (18 if launch.INTERPRETED else 12)
+    found = torch.empty(1 << 24, device=DEVICE)
+    launch.launch(_estimate, ((1 << 24) // block,), found, BLOCK=block)
+    exact = -torch.log(-torch.log((torch.arange(1 << 24).double() + 0.5) * 2.0**-24))
+    assert (found.cpu().double() - exact).abs().max() < 5e-6
+
+
+def test_scores_too_close_for_an_estimate_are_told_apart():
+    """Logits that make up for the noise: the scores of some tokens of a row agree to the rounding of its logits."""
+    B, V = 3, 9000
+    given = filters(B, temperature=torch.tensor([1.0, 0.5, 1.0]), seed=torch.arange(B), position=torch.arange(B) + 9)
+    u = uniforms(given["seed"], given["position"], 0, V)
+    scores = torch.full((B, V), 20.0).masked_fill(torch.arange(V) % 300 > 0, 19.0)
+    logits = ((scores + torch.log(-torch.log(u))) * given["temperature"].unsqueeze(1)).float()
+    same("next_tokens", logits, None, given)
+    logits[0], logits[1] = 3.25, -INF  # scores are the noise, which some tokens share
+    logits[1, 8999] = 0.0
+    assert same("next_tokens", torch.zeros(B, V), logits, given).tolist()[1] == 8999
+
+
+@pytest.mark.parametrize("V", [8192, 12_345])
+def test_tokens_of_rows_in_parts_are_those_of_the_reference(V: int):
+    torch.manual_seed(V)
+    logits = torch.randn(7, V) * 3
+    logits[1, 5000:] = -INF
+    logits[2] = -INF
+    logits[2, V - 1] = -7.0
+    logits[3] = 0.5
+    for given in (filters(7, seed=torch.arange(7)), various(7), filters(7, top_k=9, top_p=0.9), filters(7, top_p=0.9)):
+        raw = torch.zeros(7, V)
+        assert same("next_tokens", raw, logits, given).tolist()[2] == V - 1
+        ids, law = run("draft_sample", logits, **given, coupled=True)
+        expected_ids, expected = REFERENCE.draft_sample(logits, **given, coupled=True)
+        assert torch.equal(ids, expected_ids)
+        told = ~beyond(logits, given)
+        assert torch.equal(law.isfinite() & told, expected.isfinite() & told)
 
 
 @pytest.mark.parametrize("V", [1, 70, 1100] if launch.INTERPRETED else [1, 3, 70, 1000, 5003, 129280])

@@ -1,10 +1,13 @@
 """Drawing: greedy ids, or the Gumbel-max rule over filtered logits with keyed noise.
 
-What the filters keep of a row is the front of its ranking, so it is two numbers: the lowest logit that is kept, and the
+A program reads a part of a row, and what parts found is put together in their order; parts follow from V alone, so a
+row draws the same in any batch. Rows without filters draw in the same pass that finds their best. Noise and scores are
+estimated in f32, and computed in f64 for tokens whose estimates are too close to tell.
+
+What filters keep of a row is the front of its ranking, so it is two numbers: the lowest logit that is kept, and the
 last id among its equals. A program per row finds them: top-k by the bits of the logits, min-p by bisecting the logits,
 top-p by the mass of sixteen parts of the row by distance from its best, then by bisecting the part in which the mass is
-reached. Then a program for each eighth of a row draws: noise is computed only where a token can still win, because it
-never exceeds 17.33. Probabilities, noise and sums are f64.
+reached. Then parts draw once more. Probabilities, noise and sums are f64.
 
 Ids are those of the reference unless two scores, or a mass and its bound, agree to about 1e-14 of themselves: there the
 order of f64 sums decides, and it is another on every device in the reference too.
@@ -21,18 +24,18 @@ from torch import Tensor, empty, float32, float64, int32, int64
 
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.reference.sample import DRAFT, NON_FINITE, NOTHING_ALLOWED, TARGET
-from deepinfer_kernels.triton.launch import contiguous, launch, power_of_two
+from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
+from deepinfer_kernels.triton.noise import noise_about, one_of_four, philox, score
 from deepinfer_kernels.triton.precise import exp, log
 from deepinfer_kernels.triton.select import kth_best, number
 
-#: tokens of a step: of a program over a row, of its sums of sixteen parts, of one that draws; programs that draw a row
-_ROW, _WIDE, _DRAW, _PARTS = 2048, 1024, 1024, 8
-#: tokens of a program of a greedy draw: one launch where they are all, else two
-_GREEDY = 16384
-#: −log(−log(1 − 2^-25)) = 17.3287
-_MOST_NOISE = tl.constexpr(17.33)
+#: tokens of a program that reads a part of a row, and of a step of one that reads a whole row; of its sixteen sums
+_EACH, _ROW, _WIDE = 4096, 2048, 1024
 _LOWEST, _INFINITE, _LAST = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
 _NON_FINITE, _NOTHING = tl.constexpr(NON_FINITE), tl.constexpr(NOTHING_ALLOWED)
+#: estimated scores further apart are ordered like the scores: noise is off by 5e-6, distances up to the 20.2 of noise
+#: by 5e-6, the rounding of a log-probability by 2e-6
+_APART = tl.constexpr(1e-4)
 
 
 @triton.jit
@@ -42,22 +45,44 @@ def _value(key):
 
 
 @triton.jit
-def _best(LOGITS, RAW, row, begin, end, V: tl.constexpr, BLOCK: tl.constexpr):
-    """(number of the largest logit of a part of a row, its lowest id, whether all raw logits of it are finite)."""
-    top = tl.full((BLOCK,), -0x80000000, tl.int32)
-    where = tl.zeros((BLOCK,), dtype=tl.int32)
-    wrong = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(begin, end, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        key = number(tl.load(LOGITS + row * V + j, mask=j < end, other=float("-inf")))
-        better = (key > top) & (j < end)
-        top = tl.where(better, key, top)
-        where = tl.where(better, j, where)
-        if RAW is not None:
-            raw = number(tl.load(RAW + row * V + j, mask=j < end, other=0.0))
-            wrong = wrong | ((raw >= _INFINITE) | (raw <= _LOWEST)).to(tl.int32)
-    best = tl.max(top, 0)
-    return best, tl.min(tl.where(top == best, where, _LAST), 0), tl.max(wrong, 0) == 0
+def _part(LOGITS, row, part, V: tl.constexpr, EACH: tl.constexpr):
+    """(ids [EACH/4, 4] of a part of a row, their logits, their numbers); −∞ behind the last."""
+    quad, place = tl.arange(0, EACH // 4)[:, None], tl.arange(0, 4)[None, :]
+    j = part * EACH + quad * 4 + place
+    x = tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf"))
+    return j, x, number(x)
+
+
+@triton.jit
+def _look(LOGITS, RAW, row, part, V: tl.constexpr, EACH: tl.constexpr):
+    """(ids, logits and numbers of a part, number of the best, its lowest id, 1 where the raw logits are finite)."""
+    j, x, key = _part(LOGITS, row, part, V, EACH)
+    best = tl.max(tl.max(key, 1), 0)
+    id = tl.min(tl.min(tl.where(key == best, j, _LAST), 1), 0)
+    raw = key
+    if RAW is not None:
+        raw = number(tl.load(RAW + row * V + j, mask=j < V, other=0.0))
+    wrong = ((raw >= _INFINITE) | (raw <= _LOWEST)) & (j < V)
+    return j, x, key, best, id, 1 - tl.max(tl.max(wrong.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _keep(FOUND, row, part, PARTS: tl.constexpr, best, id, finite):
+    to = FOUND + (row * PARTS + part) * 3
+    tl.store(to, best)
+    tl.store(to + 1, id)
+    tl.store(to + 2, finite)
+
+
+@triton.jit
+def _whole(FOUND, row, PARTS: tl.constexpr):
+    """(number of the best of a row, its lowest id, 1 where raw logits are finite) of FOUND [row, part]."""
+    i = tl.arange(0, triton.next_power_of_2(PARTS))
+    at, mask = FOUND + (row * PARTS + i) * 3, i < PARTS
+    key = tl.load(at, mask=mask, other=-0x80000000)
+    best = tl.max(key, 0)
+    id = tl.min(tl.where((key == best) & mask, tl.load(at + 1, mask=mask, other=0), _LAST), 0)
+    return best, id, tl.min(tl.load(at + 2, mask=mask, other=1), 0)
 
 
 @triton.jit
@@ -65,40 +90,26 @@ def _judged(id, best, finite, ADJUSTED: tl.constexpr):
     """The id, or why there is none."""
     if ADJUSTED:
         id = tl.where(best > _LOWEST, id, _NOTHING)
-    return tl.where(finite, id, _NON_FINITE)
+    return tl.where(finite != 0, id, _NON_FINITE).to(tl.int64)
 
 
 @triton.jit
-def _greedy(LOGITS, RAW, IDS, V: tl.constexpr, ADJUSTED: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    best, id, finite = _best(LOGITS, RAW, row, 0, V, V, BLOCK)
-    if RAW is not None:
-        id = _judged(id, best, finite, ADJUSTED)
-    tl.store(IDS + row, id.to(tl.int64))
-
-
-@triton.jit
-def _greedy_part(LOGITS, RAW, FOUND, V: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """FOUND [row, part]: the number of the best, its id, whether raw logits are finite, of ``EACH`` tokens."""
+def _greedy(
+    LOGITS, RAW, FOUND, IDS, V: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr, ADJUSTED: tl.constexpr
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    best, id, finite = _best(LOGITS, RAW, row, part * EACH, tl.minimum(part * EACH + EACH, V), V, BLOCK)
-    to = FOUND + (row * tl.num_programs(1) + part) * 3
-    tl.store(to, best)
-    tl.store(to + 1, id)
-    tl.store(to + 2, finite.to(tl.int32))
+    _, _, _, best, id, finite = _look(LOGITS, RAW, row, part, V, EACH)
+    if PARTS == 1:
+        tl.store(IDS + row, _judged(id, best, finite, ADJUSTED))
+    else:
+        _keep(FOUND, row, part, PARTS, best, id, finite)
 
 
 @triton.jit
-def _greedy_whole(FOUND, IDS, PARTS: tl.constexpr, BP: tl.constexpr, JUDGED: tl.constexpr, ADJUSTED: tl.constexpr):
+def _greedy_whole(FOUND, IDS, PARTS: tl.constexpr, ADJUSTED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BP)
-    at, mask = FOUND + (row * PARTS + i) * 3, i < PARTS
-    key = tl.load(at, mask=mask, other=-0x80000000)
-    best = tl.max(key, 0)
-    id = tl.min(tl.where((key == best) & mask, tl.load(at + 1, mask=mask, other=0), _LAST), 0)
-    if JUDGED:
-        id = _judged(id, best, tl.min(tl.load(at + 2, mask=mask, other=1), 0) != 0, ADJUSTED)
-    tl.store(IDS + row, id.to(tl.int64))
+    best, id, finite = _whole(FOUND, row, PARTS)
+    tl.store(IDS + row, _judged(id, best, finite, ADJUSTED))
 
 
 @triton.jit
@@ -178,15 +189,15 @@ def _reached(
 
 @triton.jit
 def _filter(
-    LOGITS, RAW, TEMPERATURE, TOP_K, TOP_P, MIN_P, STATE, MASS, WEIGHT, ITEM, V: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    LOGITS, FOUND, TEMPERATURE, TOP_K, TOP_P, MIN_P, STATE, MASS, WEIGHT, ITEM, V: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """STATE [row]: id of the best, its number, whether raw logits are finite, lowest number kept, last of its equals.
 
     MASS [row], where wanted: log of the mass kept, of which the best has 1. WEIGHT, ITEM [row, V]: room to work in.
     """
     row = tl.program_id(0).to(tl.int64)
-    best, id, finite = _best(LOGITS, RAW, row, 0, V, V, BLOCK)
+    best, id, finite = _whole(FOUND, row, PARTS)
     temperature = tl.load(TEMPERATURE + row).to(tl.float64)
     top_k, top_p = tl.load(TOP_K + row).to(tl.int32), tl.load(TOP_P + row).to(tl.float64)
     min_p = tl.load(MIN_P + row).to(tl.float64)
@@ -237,7 +248,7 @@ def _filter(
     to = STATE + 5 * row
     tl.store(to, id)
     tl.store(to + 1, best)
-    tl.store(to + 2, finite.to(tl.int32))
+    tl.store(to + 2, finite)
     tl.store(to + 3, lowest)
     tl.store(to + 4, last)
     if MASS is not None:
@@ -245,164 +256,181 @@ def _filter(
 
 
 @triton.jit
-def _philox(key, position, stream, block):
-    """Four words u32 of Philox4x32-10 at (position, stream << 24, block, 0) by a 64-bit key."""
-    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    c0 = tl.zeros_like(block).to(tl.uint32) + position.to(tl.uint32)
-    c1 = tl.zeros_like(c0) + (stream << 24).to(tl.uint32)
-    c2 = block.to(tl.uint32)
-    c3 = tl.zeros_like(c0)
-    for _ in tl.static_range(10):
-        wide0 = c0.to(tl.uint64) * 0xD2511F53
-        wide1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (wide1 >> 32).to(tl.uint32) ^ c1 ^ k0,
-            wide1.to(tl.uint32),
-            (wide0 >> 32).to(tl.uint32) ^ c3 ^ k1,
-            wide0.to(tl.uint32),
-        )
-        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
-    return c0, c1, c2, c3
+def _winner(
+    LOGITS, row, part, V: tl.constexpr, EACH: tl.constexpr, j, x, key, kept, temperature, top, shift, seed, position,
+    stream, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Id of the best score among the tokens kept of a part, −1 where there is none.
+
+    Scores are estimated, and computed in f64 only for those within ``_APART`` of the best estimate: mostly one.
+    """
+    nearest = tl.max(tl.max(tl.where(kept, key, -0x80000000), 1), 0)
+    won = tl.full((), -1, tl.int32)
+    if (nearest > _LOWEST) & (nearest < _INFINITE):
+        words = philox(seed, position, stream, part * (EACH // 4) + tl.arange(0, EACH // 4))
+        wide = words[0][:, None], words[1][:, None], words[2][:, None], words[3][:, None]
+        word = one_of_four(wide, tl.arange(0, 4)[None, :])
+        inverse = tl.minimum(1.0 / temperature, 3e38)
+        about = tl.where(kept, (x - _value(nearest)) * inverse + noise_about(word), float("-inf"))
+        close = about >= tl.max(tl.max(about, 1), 0) - _APART
+        won = tl.min(tl.min(tl.where(close, j, _LAST), 1), 0)
+        count = tl.sum(tl.sum(close.to(tl.int32), 1), 0)
+        if count > 1:
+            scale = temperature.to(tl.float64)
+            at = won
+            best = score(tl.load(LOGITS + row * V + at), at, scale, top, shift, seed, position, stream, ROUNDED)
+            for _ in range(1, count):
+                at = tl.min(tl.min(tl.where(close & (j > at), j, _LAST), 1), 0)
+                other = score(tl.load(LOGITS + row * V + at), at, scale, top, shift, seed, position, stream, ROUNDED)
+                won = tl.where(other > best, at, won)
+                best = tl.maximum(other, best)
+    return won
 
 
-@triton.jit
-def _noise(word):
-    """Gumbel noise f64 of a word: 24-bit midpoints, so that neither end of (0, 1) is reached."""
-    u = ((word >> 8).to(tl.float64) + 0.5) * 5.9604644775390625e-08
-    return -log(-log(u))
-
-
-@triton.jit
-def _better(best, best_id, score, id):
-    """The larger score of two and its id, the lower id of equal ones."""
-    wins = (score > best) | ((score == best) & (id < best_id))
-    return tl.where(wins, score, best), tl.where(wins, id, best_id)
+@triton.jit(do_not_specialize=["stream"])
+def _begin(
+    LOGITS, RAW, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, FOUND, WINNER, stream, V: tl.constexpr,
+    PARTS: tl.constexpr, EACH: tl.constexpr, DRAWS: tl.constexpr,
+):  # fmt: skip
+    """The best of a part; its winner too, if the row has no filter and ``DRAWS``."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, x, key, best, id, finite = _look(LOGITS, RAW, row, part, V, EACH)
+    _keep(FOUND, row, part, PARTS, best, id, finite)
+    if DRAWS:
+        temperature, top_k = tl.load(TEMPERATURE + row), tl.load(TOP_K + row)
+        filtered = ((top_k > 0) & (top_k < V)) | (tl.load(TOP_P + row) < 1.0) | (tl.load(MIN_P + row) > 0.0)
+        if (temperature > 0.0) & (filtered == 0):
+            top = _value(best).to(tl.float64) / temperature.to(tl.float64)
+            seed, position, kept = tl.load(SEED + row), tl.load(POSITION + row), (key > _LOWEST) & (j < V)
+            won = _winner(
+                LOGITS, row, part, V, EACH, j, x, key, kept, temperature, top, 0.0, seed, position, stream, False
+            )
+            tl.store(WINNER + row * PARTS + part, won)
 
 
 @triton.jit(do_not_specialize=["stream"])
 def _draw(
-    LOGITS, STATE, MASS, TEMPERATURE, SEED, POSITION, SCORE, ID, LOGPROB, stream, V: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    LOGITS, STATE, MASS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, WINNER, LOGPROB, stream, V: tl.constexpr,
+    PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Best score and its id in one part of a row; LOGPROB takes the f32 log-distribution, of which it is then drawn."""
+    """The winner of a part of a row with filters; LOGPROB takes the f32 log-distribution, of which it is then drawn."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    quarter = tl.arange(0, BLOCK // 4)
-    temperature = tl.load(TEMPERATURE + row).to(tl.float64)
-    seed, position = tl.load(SEED + row), tl.load(POSITION + row)
-    state = STATE + 5 * row
-    top_id, best_key, lowest, last = tl.load(state), tl.load(state + 1), tl.load(state + 3), tl.load(state + 4)
-    greedy = temperature == 0.0
-    scale = tl.where(greedy, 1.0, temperature)
-    top = _value(best_key).to(tl.float64) / scale
-    shift = tl.full((), 0.0, tl.float64)
-    if MASS is not None:
-        shift = tl.load(MASS + row)
-    best = tl.full((BLOCK // 4,), float("-inf"), tl.float64)
-    found = tl.full((BLOCK // 4,), 0x7FFFFFFF, tl.int32)
-    each = (V + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK
-    for start in range(part * each, tl.minimum(part * each + each, V), BLOCK):
-        blocks = start // 4 + quarter
-        nearest = tl.full((BLOCK // 4,), -0x80000000, tl.int32)
-        for w in tl.static_range(4):
-            j = blocks * 4 + w
-            x = tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf"))
-            key = number(x)
-            kept = ((key > lowest) | ((key == lowest) & (j <= last))) & (key > _LOWEST) & (j < V)
-            nearest = tl.maximum(nearest, tl.where(kept, key, -0x80000000))
-            if LOGPROB is not None:
-                kept = tl.where(greedy, j == top_id, kept)
-                value = tl.where(greedy, 0.0, (x.to(tl.float64) / scale - top) - shift)
-                value = tl.where(kept, value, float("-inf"))
-                tl.store(LOGPROB + row * V + j, value.to(tl.float32), mask=j < V)
-        near = tl.max(nearest, 0)
-        may_win = (_value(near).to(tl.float64) / scale - top) - shift + _MOST_NOISE >= tl.max(best, 0)
-        if (near > _LOWEST) & may_win & (temperature > 0.0):
-            words = _philox(seed, position, stream, blocks)
-            for w in tl.static_range(4):
-                j = blocks * 4 + w
-                x = tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf"))
-                key = number(x)
-                kept = ((key > lowest) | ((key == lowest) & (j <= last))) & (key > _LOWEST) & (j < V)
-                score = (x.to(tl.float64) / scale - top) - shift
-                if LOGPROB is not None:
-                    score = score.to(tl.float32).to(tl.float64)
-                score = tl.where(kept, score + _noise(words[w]), float("-inf"))
-                best, found = _better(best, found, score, j)
-    winner = tl.max(best, 0)
-    tl.store(SCORE + row * PARTS + part, winner)
-    tl.store(ID + row * PARTS + part, tl.min(tl.where(best == winner, found, 0x7FFFFFFF), 0))
+    temperature, top_k = tl.load(TEMPERATURE + row), tl.load(TOP_K + row)
+    filtered = ((top_k > 0) & (top_k < V)) | (tl.load(TOP_P + row) < 1.0) | (tl.load(MIN_P + row) > 0.0)
+    wanted = (temperature > 0.0) & filtered
+    if LOGPROB is not None:
+        wanted = temperature >= 0.0
+    if wanted:
+        j, x, key = _part(LOGITS, row, part, V, EACH)
+        state = STATE + 5 * row
+        top_id, best, lowest, last = tl.load(state), tl.load(state + 1), tl.load(state + 3), tl.load(state + 4)
+        kept = ((key > lowest) | ((key == lowest) & (j <= last))) & (key > _LOWEST) & (j < V)
+        scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float64)
+        top = _value(best).to(tl.float64) / scale
+        shift = tl.full((), 0.0, tl.float64)
+        if LOGPROB is not None:
+            shift = tl.load(MASS + row)
+            value = ((x.to(tl.float64) / scale - top) - shift).to(tl.float32)
+            value = tl.where(temperature > 0.0, tl.where(kept, value, float("-inf")), float("-inf"))
+            value = tl.where(j == tl.where(temperature > 0.0, -1, top_id), 0.0, value)
+            tl.store(LOGPROB + row * V + j, value, mask=j < V)
+        if temperature > 0.0:
+            seed, position = tl.load(SEED + row), tl.load(POSITION + row)
+            rounds = LOGPROB is not None
+            won = _winner(
+                LOGITS, row, part, V, EACH, j, x, key, kept, temperature, top, shift, seed, position, stream, rounds
+            )
+            tl.store(WINNER + row * PARTS + part, won)
 
 
-@triton.jit
-def _decide(SCORE, ID, STATE, TEMPERATURE, IDS, PARTS: tl.constexpr, JUDGED: tl.constexpr, ADJUSTED: tl.constexpr):
+@triton.jit(do_not_specialize=["stream"])
+def _decide(
+    LOGITS, STATE, MASS, TEMPERATURE, SEED, POSITION, WINNER, IDS, stream, V: tl.constexpr, PARTS: tl.constexpr,
+    JUDGED: tl.constexpr, ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    """The best of the winners of a row's parts."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PARTS)
-    score = tl.load(SCORE + row * PARTS + i)
-    best = tl.max(score, 0)
-    id = tl.min(tl.where(score == best, tl.load(ID + row * PARTS + i), 0x7FFFFFFF), 0)
-    state = STATE + 5 * row
-    greedy = (tl.load(TEMPERATURE + row) == 0.0) | (best == float("-inf"))
-    id = tl.where(greedy, tl.load(state), id)
+    temperature, state = tl.load(TEMPERATURE + row), STATE + 5 * row
+    id, best_key = tl.load(state), tl.load(state + 1)
+    if temperature > 0.0:
+        i = tl.arange(0, triton.next_power_of_2(PARTS))
+        won = tl.load(WINNER + row * PARTS + i, mask=i < PARTS, other=-1)
+        scale = temperature.to(tl.float64)
+        top, shift = _value(best_key).to(tl.float64) / scale, tl.full((), 0.0, tl.float64)
+        if MASS is not None:
+            shift = tl.load(MASS + row)
+        x = tl.load(LOGITS + row * V + won, mask=won >= 0, other=float("-inf"))
+        found = score(x, won, scale, top, shift, tl.load(SEED + row), tl.load(POSITION + row), stream, MASS is not None)
+        found = tl.where(won >= 0, found, float("-inf"))
+        drawn = tl.min(tl.where((found == tl.max(found, 0)) & (won >= 0), won, _LAST), 0)
+        id = tl.where(drawn < _LAST, drawn, id)
+    judged = id.to(tl.int64)
     if JUDGED:
-        id = _judged(id, tl.load(state + 1), tl.load(state + 2) != 0, ADJUSTED)
-    tl.store(IDS + row, id.to(tl.int64))
+        judged = _judged(id, best_key, tl.load(state + 2), ADJUSTED)
+    tl.store(IDS + row, judged)
 
 
-def _checked(logits: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    for t in (logits,) if raw is None else (logits, raw):
+def _checked(logits: Tensor, adjusted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(logits to draw by, others that are judged)."""
+    for t in (logits,) if adjusted is None else (logits, adjusted):
         if t.dtype is not float32 or t.dim() != 2 or t.shape != logits.shape or not t.shape[1]:
             raise ValueError(f"logits {tuple(t.shape)} {t.dtype}, expected float32 [rows, V] with V of 1 or more")
-    return contiguous(logits), None if raw is None else contiguous(raw)
+    return (contiguous(logits), None) if adjusted is None else (contiguous(adjusted), contiguous(logits))
 
 
-def _argmax(logits: Tensor, raw: Tensor | None, adjusted: bool) -> Tensor:
-    logits, raw = _checked(logits, raw)
-    B, V = logits.shape
-    ids = empty(B, dtype=int64, device=logits.device)
-    parts = -(-V // _GREEDY)
-    if parts == 1:
-        launch(_greedy, (B,), logits, raw, ids, warps=8, V=V, ADJUSTED=adjusted, BLOCK=4096)
-        return ids
-    found = empty((B, parts, 3), dtype=int32, device=logits.device)
-    launch(_greedy_part, (B, parts), logits, raw, found, warps=8, V=V, EACH=_GREEDY, BLOCK=4096)
-    sizes = dict(PARTS=parts, BP=power_of_two(parts), JUDGED=raw is not None, ADJUSTED=adjusted)
-    launch(_greedy_whole, (B,), found, ids, warps=1, **sizes)
+def _each(V: int) -> int:
+    """Tokens of a part of a row: they follow from V alone, as do the sums and draws of parts."""
+    return min(_EACH, max(128, power_of_two(V)))
+
+
+def _argmax(logits: Tensor, adjusted: Tensor | None) -> Tensor:
+    logits, raw = _checked(logits, adjusted)
+    (B, V), device = logits.shape, logits.device
+    parts, ids = blocks(V, _each(V)), empty(B, dtype=int64, device=device)
+    found = empty((B, parts, 3), dtype=int32, device=device)
+    sizes = dict(PARTS=parts, EACH=_each(V), ADJUSTED=adjusted is not None)
+    launch(_greedy, (B, parts), logits, raw, found, ids, warps=8, V=V, **sizes)
+    if parts > 1:
+        launch(_greedy_whole, (B,), found, ids, warps=1, PARTS=parts, ADJUSTED=adjusted is not None)
     return ids
 
 
 def _drawn(
-    logits: Tensor, raw: Tensor | None, adjusted: bool, stream: int, with_logprobs: bool, filters: dict[str, Tensor]
+    logits: Tensor, adjusted: Tensor | None, stream: int, with_logprobs: bool, filters: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    logits, raw = _checked(logits, raw)
+    logits, raw = _checked(logits, adjusted)
     (B, V), device = logits.shape, logits.device
     kinds = dict(temperature=float32, top_k=int64, top_p=float32, min_p=float32, seed=int64, position=int64)
     for name, dtype in kinds.items():
         if filters[name].dtype is not dtype or filters[name].shape != (B,):
             raise ValueError(f"{name} {tuple(filters[name].shape)} {filters[name].dtype}, expected {dtype} ({B},)")
-    temperature, top_k, top_p, min_p, seed, position = (contiguous(filters[name]) for name in kinds)
+    limits = [contiguous(filters[name]) for name in ("temperature", "top_k", "top_p", "min_p")]
+    keys = [contiguous(filters[name]) for name in ("seed", "position")]
+    parts = blocks(V, _each(V))
+    found = empty((B, parts, 3), dtype=int32, device=device)
+    winner = empty((B, parts), dtype=int32, device=device)
     state = empty((B, 5), dtype=int32, device=device)
     mass = empty(B, dtype=float64, device=device) if with_logprobs else None
     logprobs = empty((B, V), dtype=float32, device=device) if with_logprobs else None
     room = empty((B, V), dtype=float64, device=device), empty((B, V), dtype=int64, device=device)
-    found = (logits, raw, temperature, top_k, top_p, min_p, state, mass, *room)
-    launch(_filter, (B,), *found, warps=8, V=V, BLOCK=_ROW, WIDE=_WIDE)
-    score = empty((B, _PARTS), dtype=float64, device=device)
-    id = empty((B, _PARTS), dtype=int32, device=device)
-    drawn = (logits, state, mass, temperature, seed, position, score, id, logprobs, stream)
-    launch(_draw, (B, _PARTS), *drawn, V=V, PARTS=_PARTS, BLOCK=_DRAW)
+    sizes = dict(V=V, PARTS=parts)
+    begun = (logits, raw, *limits, *keys, found, winner, stream)
+    launch(_begin, (B, parts), *begun, warps=8, **sizes, EACH=_each(V), DRAWS=not with_logprobs)
+    launch(_filter, (B,), logits, found, *limits, state, mass, *room, warps=8, **sizes, BLOCK=_ROW, WIDE=_WIDE)
+    drawn = (logits, state, mass, *limits, *keys, winner, logprobs, stream)
+    launch(_draw, (B, parts), *drawn, warps=8, **sizes, EACH=_each(V))
     ids = empty(B, dtype=int64, device=device)
-    decided = dict(PARTS=_PARTS, JUDGED=raw is not None, ADJUSTED=adjusted)
-    launch(_decide, (B,), score, id, state, temperature, ids, warps=1, **decided)
+    decided = (logits, state, mass, limits[0], *keys, winner, ids, stream)
+    judged = dict(JUDGED=not with_logprobs, ADJUSTED=adjusted is not None)
+    launch(_decide, (B,), *decided, warps=1, **sizes, **judged)
     return ids, logprobs
 
 
 def next_tokens(num: Numerics, logits: Tensor, adjusted: Tensor | None, filters: dict[str, Tensor] | None) -> Tensor:
     """Ids int64 [B] by ``adjusted`` logits (None: the logits), greedy without ``filters``; negative: why none."""
-    used = logits if adjusted is None else adjusted
     if filters is None:
-        return _argmax(used, logits, adjusted is not None)
-    return _drawn(used, logits, adjusted is not None, TARGET, False, filters)[0]
+        return _argmax(logits, adjusted)
+    return _drawn(logits, adjusted, TARGET, False, filters)[0]
 
 
 def draft_sample(
@@ -419,6 +447,6 @@ def draft_sample(
 ) -> tuple[Tensor, Tensor]:
     """(draft ids int64 [B], the log-distribution f32 [B, V] they were drawn from) for the drafter's logits [B, V]."""
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position)
-    ids, logprobs = _drawn(logits, None, False, TARGET if coupled else DRAFT, True, filters)
+    ids, logprobs = _drawn(logits, None, TARGET if coupled else DRAFT, True, filters)
     assert logprobs is not None
     return ids, logprobs
