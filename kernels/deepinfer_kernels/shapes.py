@@ -11,7 +11,8 @@ from deepinfer_kernels.reference.linear import Kind
 class Shapes:
     """The sizes of a model that kernels are made for.
 
-    ``routers``: (experts, choices, slots of this process, expert width) of the backbone and of draft blocks.
+    ``routers``: (experts, choices, slots of this process, expert width) of the backbone and of draft blocks;
+    ``all_slots``: their slots of all processes.
     ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed. ``hash``: (n-gram
     orders, heads, width of a table row) of the hash memory, None without one; ``heads``: (outputs, inputs) of products
     with f32 results; ``tables``: widths of embeddings; ``choice``: (entries, entries of a block, blocks) that index
@@ -29,6 +30,7 @@ class Shapes:
     index_heads: int
     Di: int
     routers: tuple[tuple[int, int, int, int], ...]
+    all_slots: tuple[int, ...]
     products: tuple[tuple[int, int, Kind], ...]
     rows: tuple[int, ...]
     V: int

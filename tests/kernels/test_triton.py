@@ -23,7 +23,8 @@ CASES = [
     str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py", "triton_draw_cases.py")
 ]
 
-FLASH = "deepseek-v4.1-flash"
+#: models and profiles of one process and of several
+SERVED = (("nano", "h200x1-nano"), ("deepseek-v4.1-flash", "decode-ep64"))
 #: operations whose kernels depend on how many rows, choices or entries there are
 BY_LENGTH = ("dispatch_permute", "dispatch_rows", "count_choices", "select_topk", "candidate_blocks")
 
@@ -152,14 +153,15 @@ def test_no_number_of_choices_or_entries_takes_a_kernel_that_is_not_made_ahead()
     from deepinfer_kernels.triton import build, launch, permute, select, shapes
 
     num, empty, i64, f32, needed = NUMERICS["fast"], shapes._empty, shapes._i64, shapes._f32, []
-    sizes = [kernel_shapes(find_model(m).config, load_profile("h200x1-nano").profile) for m in ("nano", FLASH)]
+    sizes = [kernel_shapes(find_model(m).config, load_profile(p).profile) for m, p in SERVED]
     for s in sizes:
         made = set(build.kernels(c for c in shapes.launches(s, invariant=False) if c[0] in BY_LENGTH))
         with launch.recording(lambda call, needed=needed: needed.append(call)):
-            for experts, choices, slots, _ in s.routers:
+            for (experts, choices, slots, _), all_slots in zip(s.routers, s.all_slots, strict=True):
                 for tokens in (1, 2, 1024 // choices, 1024 // choices + 1, 999, 8192):
                     ids, weights = i64(tokens, choices), f32(tokens, choices)
-                    permute.dispatch_permute(num, ids, slots)
+                    permute.dispatch_permute(num, ids, all_slots)
+                    permute.dispatch_permute(num, i64(tokens * choices, 1), slots)
                     permute.dispatch_rows(num, empty(tokens, s.H), ids, weights, slots)
                     permute.count_choices(num, i64(7, tokens, choices), experts)
             entries, block, keep = s.choice

@@ -59,6 +59,7 @@ def kernel_shapes(config: ModelConfig, profile: Profile) -> Shapes:
         index_heads=ih,
         Di=Di,
         routers=tuple(routers),
+        all_slots=tuple(slots // shared * profile.ranks for _, _, slots, _ in routers),
         products=tuple(dict.fromkeys(products)),
         rows=(H, ql, D, Di),
         V=c.vocab_size,

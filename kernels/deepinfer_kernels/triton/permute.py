@@ -32,11 +32,8 @@ _COUNTED = 1024
 _COUNTS = 8192
 
 
-@triton.jit(do_not_specialize=["M"])
-def _permute(
-    SLOTS, WEIGHTS, TOKEN, ORDER, COUNTS, WEIGHT, M, S: tl.constexpr, K: tl.constexpr, BS: tl.constexpr,
-    BM: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["M", "S", "K"])
+def _permute(SLOTS, WEIGHTS, TOKEN, ORDER, COUNTS, WEIGHT, M, S, K, BS: tl.constexpr, BM: tl.constexpr):
     s = tl.program_id(0) * BS + tl.arange(0, BS)
     place = tl.zeros((BS,), dtype=tl.int32)
     count = tl.zeros((BS,), dtype=tl.int32)
@@ -54,7 +51,7 @@ def _permute(
         which = tl.broadcast_to(i[None, :], (BS, BM))
         tl.store(ORDER + which, to.to(tl.int64), mask=mine)
         if TOKEN is not None:
-            tl.store(TOKEN + to, (which // K).to(tl.int64), mask=mine)
+            tl.store(TOKEN + to, tl.broadcast_to((i // K).to(tl.int64)[None, :], (BS, BM)), mask=mine)
         if WEIGHTS is not None:
             tl.store(WEIGHT + to, tl.load(WEIGHTS + which, mask=mine, other=0.0), mask=mine)
         place += tl.sum(mine.to(tl.int32), 1)
@@ -69,10 +66,10 @@ def _count_part(SLOTS, FOUND, M, BINS: tl.constexpr, BM: tl.constexpr):
     tl.store(FOUND + part * BINS + tl.arange(0, BINS), tl.histogram(slot, BINS, mask=i < M))
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "S", "K"])
 def _place_part(
-    SLOTS, WEIGHTS, FOUND, TOKEN, ORDER, COUNTS, WEIGHT, M, S: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr,
-    BM: tl.constexpr, BJ: tl.constexpr, BP: tl.constexpr,
+    SLOTS, WEIGHTS, FOUND, TOKEN, ORDER, COUNTS, WEIGHT, M, S, K, BINS: tl.constexpr, BM: tl.constexpr,
+    BJ: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Places of the choices of a part: after lower slots, equals of earlier parts and earlier equals of its own."""
     part, parts = tl.program_id(0), tl.num_programs(0)
@@ -109,17 +106,15 @@ def _permuted(
     """(place of each choice, choices per slot); fills tokens and weights by place where they are wanted."""
     M, device = slots.numel(), slots.device
     order, counts = empty(M, dtype=int64, device=device), empty(num_slots, dtype=int64, device=device)
-    made = (token, order, counts, weight)
-    sizes = dict(S=num_slots, K=slots.shape[1])
+    made = (token, order, counts, weight, M, num_slots, slots.shape[1])
     if M <= _FEW:
-        grid = (blocks(num_slots, _SLOTS),)
-        launch(_permute, grid, slots, weights, *made, M, **sizes, BS=_SLOTS, BM=_CHOICES)
+        launch(_permute, (blocks(num_slots, _SLOTS),), slots, weights, *made, BS=_SLOTS, BM=_CHOICES)
         return order, counts
     parts, bins = blocks(M, _PART), max(16, power_of_two(num_slots))
     found = empty((parts, bins), dtype=int32, device=device)
     launch(_count_part, (parts,), slots, found, M, BINS=bins, BM=_PART)
-    sizes |= dict(BINS=bins, BM=_PART, BJ=_COMPARED, BP=max(1, _COUNTS // bins))
-    launch(_place_part, (parts,), slots, weights, found, *made, M, warps=8, **sizes)
+    sizes = dict(BINS=bins, BM=_PART, BJ=_COMPARED, BP=max(1, _COUNTS // bins))
+    launch(_place_part, (parts,), slots, weights, found, *made, warps=8, **sizes)
     return order, counts
 
 

@@ -207,9 +207,10 @@ def _step(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         streams = (_empty(T, s.C, s.H), _empty(T, (s.C + 1) * s.H), _empty(s.C, s.H), _empty(s.C, s.H))
         for dead in (None, _empty(T, dtype=torch.bool)):
             yield "engram_gate", (*streams, dead, 1e-6), {}
-    for experts, choices, slots, _ in s.routers:
+    for (experts, choices, slots, _), all_slots in zip(s.routers, s.all_slots, strict=True):
         for tokens in (T, 2048):
-            yield "dispatch_permute", (_i64(tokens, choices), slots), {}
+            for sorted_by in (all_slots, slots):  # before they are sent to other processes, and where they arrive
+                yield "dispatch_permute", (_i64(tokens, choices), sorted_by), {}
             rows = _empty(tokens, s.H), _i64(tokens, choices), _f32(tokens, choices)
             yield "dispatch_rows", (*rows, slots), {}
             yield "count_choices", (_i64(1, tokens, choices), experts), {}
