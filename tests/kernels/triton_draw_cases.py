@@ -101,7 +101,9 @@ def test_tokens_of_rows_in_parts_are_those_of_the_reference(V: int):
     logits[2] = -INF
     logits[2, V - 1] = -7.0
     logits[3] = 0.5
-    for given in (filters(7, seed=torch.arange(7)), various(7), filters(7, top_k=9, top_p=0.9), filters(7, top_p=0.9)):
+    logits[4] = torch.randint(0, 3, (V,)).float()
+    some = dict(top_k=9, top_p=0.9), dict(top_p=0.9), dict(min_p=0.02), dict(top_k=V - 1, top_p=0.6, min_p=0.2)
+    for given in (filters(7, seed=torch.arange(7)), various(7), *(filters(7, **one) for one in some)):
         raw = torch.zeros(7, V)
         assert same("next_tokens", raw, logits, given).tolist()[2] == V - 1
         ids, law = run("draft_sample", logits, **given, coupled=True)
@@ -161,9 +163,10 @@ def test_hidden_tokens_are_never_drawn_and_rows_without_a_token_say_so():
         same("next_tokens", raw[:0], None, None if given is None else {k: v[:0] for k, v in given.items()})
 
 
-def test_a_row_draws_the_same_alone_and_in_any_batch():
+@pytest.mark.parametrize("V", [200, 9000])
+def test_a_row_draws_the_same_alone_and_in_any_batch(V: int):
     torch.manual_seed(3)
-    logits, given = torch.randn(8, 200) * 3, various(8)
+    logits, given = torch.randn(8, V) * 3, various(8)
     whole = run("next_tokens", logits, None, given)
     for rows in (slice(0, 1), slice(3, 4), slice(5, 8)):
         part = run("next_tokens", logits[rows], None, {k: v[rows] for k, v in given.items()})

@@ -112,7 +112,7 @@ def jobs(wanted: Iterable[Kernel], platform: str, cache: Path) -> list[Job]:
     """What makes each kernel's cubin; one that Triton would not find at run time is made again."""
     folder, made = cache / platform, []
     for kernel in wanted:
-        name, key = kernel.function[1:], kernel.key(platform)
+        name, key = kernel.function.lstrip("_"), kernel.key(platform)
         entry = folder / "triton" / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
         compiled, served = partial(compile_one, kernel, platform, folder), partial(_serves, entry, kernel.function)
         made.append(Job(name, folder, f"{name}-{key[:16]}", "cubin", compiled, served))

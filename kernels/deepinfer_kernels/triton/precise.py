@@ -43,3 +43,13 @@ def times(x, y):
         return x * y
     else:
         return libdevice.mul_rn(x, y)
+
+
+@triton.jit
+def quotient(x, y, inverse):
+    """x / y in f64, rounded once, of numbers that came from f32; ``inverse`` is 1 / y."""
+    if INTERPRETED:
+        return x / y
+    else:
+        near = x * inverse
+        return tl.fma(tl.fma(-near, y, x), inverse, near)
