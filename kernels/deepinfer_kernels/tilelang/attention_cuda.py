@@ -162,7 +162,9 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
     A block goes over every ``blocks``-th job, a part of a query. Two groups copy and decode tiles into two buffers, a
     tile ahead of the other two; of these the first computes the logits of even tiles, the second those of odd ones, and
     each adds every tile to its half of the columns, in two products of a quarter. A tile's maximum waits for that of
-    the tile before. Registers of a thread: 64 where keys are made, 192 where they are used.
+    the tile before; its logits do not, and are on their way with the products of the tile before, because what bounds
+    a tile's time is how soon its buffer is free again. Registers of a thread: 64 where keys are made, 192 where they
+    are used.
     """
     rows, T_, W, G, S, R, E, P = (T.dynamic(n) for n in ("rows", "T", "W", "G", "S", "R", "E", "P"))
     HEADS, half, quarter = 64, D // 2, D // 4
@@ -290,6 +292,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             scales = T.alloc_local((2,), "uint32")
             sent = T.alloc_local((2,), "uint32")
             at = T.alloc_local((3,), "int32")
+            window = T.alloc_local((2,), "int32")
             shared = T.alloc_local((4,), "int32")
             shift = T.alloc_local((1,), "int32")
             behind = T.alloc_local((1,), "int32")
@@ -330,6 +333,9 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                             shift[0] + (first_global + i) * BK,
                             behind[0],
                         )
+                    window[0] = T.call_extern(
+                        "int32", "keys::index", T.address_of(WINDOW[t, 0]), part * each * BK + row, W
+                    )
                     T.barrier_wait(asked, (job & 1) ^ 1)
                     T.call_extern(
                         "void", "keys::copy_queries", T.address_of(Q[0, 0, 0]), t, hb * HEADS, N, shared[0], thread
@@ -360,10 +366,11 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                             T.call_extern(
                                 "void", "keys::prefetch", T.address_of(SLOT[0, 0]), after[0], found * 8, 1, thread
                             )
+                    # an even tile is on its way while the odd one of its pair is sent for
                     for n in T.serial(first_global):
                         s[0] = n % 2
-                        at[2] = T.call_extern(
-                            "int32", "keys::index", T.address_of(WINDOW[t, 0]), (part * each + n) * BK + row, W
+                        window[1] = T.call_extern(
+                            "int32", "keys::index", T.address_of(WINDOW[t, 0]), (part * each + n + 1) * BK + row, W
                         )
                         T.barrier_wait(free[s[0]], (before[0] + n // 2 & 1) ^ 1)
                         T.call_extern(
@@ -371,12 +378,20 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                             "keys::make_window",
                             T.address_of(LOCAL[0, 0]),
                             T.address_of(RINGS[0, 0]),
-                            at[2],
+                            window[0],
                             shared[1] + s[0] * (BK * D * 2),
                             shared[2] + s[0] * (BK * 4),
                             thread,
                         )
-                        T.barrier_arrive(ready[s[0]])
+                        if n % 2 == 1:
+                            T.call_extern("void", "keys::arrived_before")
+                            T.barrier_arrive(ready[0])
+                            T.call_extern("void", "keys::arrived")
+                            T.barrier_arrive(ready[1])
+                        window[0] = window[1]
+                    if first_global % 2 == 1:
+                        T.call_extern("void", "keys::arrived")
+                        T.barrier_arrive(ready[0])
                     # the records of a tile are on their way while the one before is decoded, its slots before that
                     for m in T.serial(T.ceildiv(count, 2) * 2 - first_global):
                         n = first_global + m
@@ -426,34 +441,55 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                     for h in T.Parallel(HEADS):
                         last0[h] = SINK[T.min(hb * HEADS + h, N - 1)] * _LOG2E
                     T.barrier_wait(queried, job & 1)
-                    for i in T.serial(pairs):
-                        unit[0] = T.if_then_else(part * each + 2 * i < windows, 1.0, _UNIT)
-                        T.barrier_wait(ready[0], before[0] + i & 1)
+                    if pairs > 0:
+                        T.barrier_wait(ready[0], before[0] & 1)
                         # here and not where keys are written: a fence waits for the loads that are on their way
                         T.fence_proxy_async()
                         T.wgmma_gemm(q, keys[0, :, :], logit0, transpose_B=True, clear_accum=True)
                         T.wait_wgmma(0)
-                        if i == pairs - 1:
+                        if pairs == 1:
                             T.barrier_arrive(asked)
-                        # the second group's last maximum was known before this group added its tile
-                        if i > 0:
-                            T.copy(tops[1, :], last0)
+                        unit[0] = T.if_then_else(part * each < windows, 1.0, _UNIT)
                         peak(0, logit0, top0, last0, keep0, hidden, scale * _LOG2E * unit[0])
                         weigh(0, logit0, top0, keep0, fresh0, tops, keeps, probs)
                         T.barrier_arrive(known[0])
                         for h in T.Parallel(HEADS):
                             total0[h] = total0[h] * keep0[h] + fresh0[h]
-                        add(0, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * i == windows)
+                        add(0, keep0, acc0, acc1, probs, keys, 0, part * each == windows)
                         T.wait_wgmma(0)
                         T.barrier_arrive(free[0])
+                    for i in T.serial(pairs - 1):
+                        # the odd tile of a pair and the logits of the next even one are multiplied in one go
                         T.barrier_wait(known[1], before[0] + job + i & 1)
                         T.copy(keeps[1, :], keep0)
+                        T.copy(tops[1, :], last0)
                         for h in T.Parallel(HEADS):
                             total0[h] = total0[h] * keep0[h]
                         add(1, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * i + 1 == windows)
+                        T.barrier_wait(ready[0], before[0] + i + 1 & 1)
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(q, keys[0, :, :], logit0, transpose_B=True, clear_accum=True)
+                        T.wait_wgmma(1)
+                        T.barrier_arrive(free[1])
                         T.wait_wgmma(0)
-                        if i < pairs - 1:
-                            T.barrier_arrive(free[1])
+                        if i == pairs - 2:
+                            T.barrier_arrive(asked)
+                        unit[0] = T.if_then_else(part * each + 2 * i + 2 < windows, 1.0, _UNIT)
+                        peak(0, logit0, top0, last0, keep0, hidden, scale * _LOG2E * unit[0])
+                        weigh(0, logit0, top0, keep0, fresh0, tops, keeps, probs)
+                        T.barrier_arrive(known[0])
+                        for h in T.Parallel(HEADS):
+                            total0[h] = total0[h] * keep0[h] + fresh0[h]
+                        add(0, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * i + 2 == windows)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[0])
+                    if pairs > 0:
+                        T.barrier_wait(known[1], before[0] + job + pairs - 1 & 1)
+                        T.copy(keeps[1, :], keep0)
+                        for h in T.Parallel(HEADS):
+                            total0[h] = total0[h] * keep0[h]
+                        add(1, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * pairs - 1 == windows)
+                        T.wait_wgmma(0)
                     T.copy(total0, totals[0, :])
                     T.barrier_arrive(known[0])
                     T.barrier_wait(known[1], before[0] + job + pairs & 1)
@@ -485,15 +521,16 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         T.barrier_wait(ready[1], before[0] + i & 1)
                         T.fence_proxy_async()
                         T.wgmma_gemm(q, keys[1, :, :], logit1, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        if i == pairs - 1:
-                            T.barrier_arrive(asked)
                         T.barrier_wait(known[0], before[0] + job + i & 1)
                         T.copy(keeps[0, :], keep1)
+                        T.copy(tops[0, :], last1)
                         for h in T.Parallel(HEADS):
                             total1[h] = total1[h] * keep1[h]
                         add(0, keep1, acc2, acc3, probs, keys, half, part * each + 2 * i == windows)
-                        T.copy(tops[0, :], last1)
+                        # both halves of the even tile may still be on their way when the logits of the odd one are there
+                        T.wait_wgmma(2)
+                        if i == pairs - 1:
+                            T.barrier_arrive(asked)
                         peak(1, logit1, top1, last1, keep1, hidden, scale * _LOG2E * unit[0])
                         T.wait_wgmma(0)
                         T.barrier_arrive(free[0])

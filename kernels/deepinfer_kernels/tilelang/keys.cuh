@@ -22,6 +22,9 @@ __device__ __forceinline__ unsigned here(unsigned x) {
   return x;
 }
 
+// what this thread copied is there, but for what it copied since the last window tile but one
+__device__ __forceinline__ void arrived_before() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
 // what this thread and the others of its warp copied is there
 __device__ __forceinline__ void arrived() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -49,9 +52,13 @@ __device__ __forceinline__ void copy_queries(
   }
 }
 
-// number `place` of a row of indices, −1 behind the last one
+// Number `place` of a row of indices, −1 behind the last one. Volatile, as the load of scales below: either would be
+// moved behind the wait for a free tile, where the registers of its address are wanted before it has come.
 __device__ __forceinline__ int index(const void* row, int place, int count) {
-  return place < count ? static_cast<int>(__ldg(static_cast<const long long*>(row) + place)) : -1;
+  int found;
+  asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; mov.b32 %0, -1;\n@p ld.volatile.global.b32 %0, [%1];}"
+               : "=&r"(found) : "l"(static_cast<const long long*>(row) + place), "r"(place), "r"(count) : "memory");
+  return found;
 }
 
 // logits of a key are to be −inf or not; a thread tells it of row 8w + thread % 8
@@ -69,7 +76,7 @@ __device__ __forceinline__ void store32(unsigned tile, unsigned c, const uint4* 
 }
 
 // A window tile; `at` of row 8w + thread % 8: a row of this step from 0 on, −1 hidden (zero), below a record of the ring.
-// A row of this step is copied by its warp; of the others a thread decodes a quarter of one.
+// A row of this step is sent for by its warp; of the others a thread decodes a quarter of one.
 __device__ __forceinline__ void make_window(
     const void* local, const unsigned char* ring, int at, unsigned tile, unsigned hidden, unsigned thread) {
   thread = here(thread);
@@ -105,7 +112,7 @@ __device__ __forceinline__ void make_window(
     for (int j = 0; j < 4; ++j) store32(tile, lane / 8 * 4 + j, zero, thread);
   }
   hide(hidden, at == -1, thread);
-  arrived();
+  asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // Sends for the codes of a warp's eight global records, a quarter of a warp after the 256 bytes of one, and for the
@@ -123,8 +130,8 @@ __device__ __forceinline__ void send(const unsigned char* entries, int at, unsig
   }
   const unsigned char* from = entries + static_cast<long long>(max(at, 0)) * kRecord + 256 + lane / 8 * 8;
   asm volatile("{.reg .pred p; setp.ge.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-               "@p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
-               : "=&r"(scales[0]), "=&r"(scales[1]) : "l"(from), "r"(at));
+               "@p ld.volatile.global.v2.u32 {%0, %1}, [%2];}"
+               : "=&r"(scales[0]), "=&r"(scales[1]) : "l"(from), "r"(at) : "memory");
 }
 
 // the codes of a thread's quarter of record thread % 8; what comes next may take their place
