@@ -225,15 +225,17 @@ def test_verify_logits_are_adjusted_to_the_bit(V: int):
             same("adjust_verify_logits", logits, **block, **p, **penalties, **b, **m)
 
 
-@pytest.mark.parametrize("V", [1, 20, 3000])
+@pytest.mark.parametrize("V", [1, 20, 3000, 9000])
 def test_log_probabilities_of_tokens_and_the_best(V: int):
     torch.manual_seed(V)
     logits = torch.randn(9, V) * 5
     logits[3] = torch.randint(0, 3, (V,)).float()  # equal ones by ascending id
     logits[4, V // 2 :] = -INF
     logits[4, 0] = 1.0
+    logits[5, min(5, V) :] = -INF  # fewer than are asked for
+    logits[6] = 0.25
     ids = torch.randint(0, V, (9,))
-    ids[4] = 0
+    ids[4:6] = 0
     for top in (0, 1, 7, 20):
         got, expected = run("token_logprobs", logits, ids, top=top), REFERENCE.token_logprobs(logits, ids, top=top)
         assert torch.equal(got[1], expected[1])

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor, empty, float32, int32, int64
 
 from deepinfer_kernels.reference.numerics import Numerics
+from deepinfer_kernels.triton.filters import GROUP, group_part, list_groups
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch, power_of_two
 from deepinfer_kernels.triton.precise import exp, log, times
 from deepinfer_kernels.triton.select import kth_best, number
-
-_LOWEST, _NAN = tl.constexpr(-0x7F800001), tl.constexpr(0x7FFFFFFF)
+from deepinfer_kernels.triton.vocabulary import part_of, part_size
 
 
 @triton.jit
@@ -204,40 +204,51 @@ def adjust_verify_logits(
     return out
 
 
+@triton.jit
+def _weigh(LOGITS, PEAKS, GROUPS, V: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
+    """PEAKS [row, part, 2]: the largest logit of a part, and its mass when that has 1."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, x, key = part_of(LOGITS, row, part, V, EACH)
+    peak = tl.max(tl.max(x, 1), 0)
+    mass = tl.sum(tl.sum(tl.where(x == float("-inf"), 0.0, exp(x - peak)), 1), 0)
+    tl.store(PEAKS + (row * PARTS + part) * 2, peak)
+    tl.store(PEAKS + (row * PARTS + part) * 2 + 1, mass)
+    if GROUPS is not None:
+        group_part(GROUPS, row, part, PARTS, EACH, key)
+
+
 @triton.jit(do_not_specialize=["top"])
 def _logprobs(
-    LOGITS, IDS, LOGP, BEST, BEST_LOGP, ROOM, top, V: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
+    LOGITS, IDS, PEAKS, GROUPS, CHOSEN, KEYS, LISTED, ORDER, LOGP, BEST, BEST_LOGP, top, V: tl.constexpr,
+    PARTS: tl.constexpr, EACH: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """log-probability of one id of a row; the ``top`` best ids, found as for index entries, then ordered."""
+    """log-probability of one id of a row; the ``top`` best ids, found in the best groups, then ordered."""
     row = tl.program_id(0).to(tl.int64)
-    high = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        high = tl.maximum(high, tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf")))
-    peak = tl.max(high, 0)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, V, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        sums += exp(tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf")) - peak)
-    shift = log(tl.sum(sums, 0))
+    p = tl.arange(0, triton.next_power_of_2(PARTS))
+    at = PEAKS + (row * PARTS + p) * 2
+    peaks = tl.load(at, mask=p < PARTS, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    masses = tl.load(at + 1, mask=p < PARTS, other=0.0)
+    shift = log(tl.sum(tl.where(peaks == float("-inf"), 0.0, masses * exp(peaks - peak)), 0))
     tl.store(LOGP + row, (tl.load(LOGITS + row * V + tl.load(IDS + row)) - peak) - shift)
     if MOST > 0:
-        lowest, room = kth_best(LOGITS, row, V, top, False, BLOCK)
-        taken, equals = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-        for start in range(0, V, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            key = number(tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf")))
-            equal = (key == lowest) & (j < V)
-            nth = equals + tl.cumsum(equal.to(tl.int32), 0)
-            chosen = ((key > lowest) & (key < _NAN) & (j < V)) | (equal & (nth <= room))
-            place = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(ROOM + row * MOST + place, j, mask=chosen & (place < top))
-            taken += tl.sum(chosen.to(tl.int32), 0)
-            equals += tl.sum(equal.to(tl.int32), 0)
+        ROOM: tl.constexpr = MOST * GROUP
+        groups: tl.constexpr = PARTS * (EACH // GROUP)
+        count = list_groups(LOGITS, GROUPS, CHOSEN, KEYS, LISTED, row, V, groups, top, -0x80000000, ROOM, BLOCK)
+        lowest, room = tl.full((), -0x80000000, tl.int32), tl.full((), 0, tl.int32)
+        if count > top:
+            lowest, room = kth_best(KEYS + row * (ROOM - count), row, count, top, True, ROOM)
+        i = tl.arange(0, ROOM)
+        key = tl.load(KEYS + row * ROOM + i, mask=i < count, other=-0x80000000)
+        equal = (key == lowest) & (i < count)
+        chosen = ((key > lowest) & (i < count)) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        id = tl.load(LISTED + row * ROOM + i, mask=chosen, other=0)
+        tl.store(ORDER + row * MOST + place, id, mask=chosen)
         tl.debug_barrier()
         i = tl.arange(0, MOST)
-        there = i < tl.minimum(taken, top)
-        id = tl.load(ROOM + row * MOST + i, mask=there, other=0)
+        there = i < tl.sum(chosen.to(tl.int32), 0)
+        id = tl.load(ORDER + row * MOST + i, mask=there, other=0)
         value = (tl.load(LOGITS + row * V + id, mask=there, other=float("-inf")) - peak) - shift
         key = tl.where(there, number(value), -0x80000000)
         before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (i[None, :] < i[:, None]))
@@ -255,7 +266,13 @@ def token_logprobs(num: Numerics, logits: Tensor, ids: Tensor, *, top: int) -> t
     top = min(top, V)
     logp = empty(B, dtype=float32, device=device)
     best = empty((B, top), dtype=int64, device=device), empty((B, top), dtype=float32, device=device)
-    most = power_of_two(top) if top else 0
-    room = empty((B, most), dtype=int32, device=device)
-    launch(_logprobs, (B,), logits, ids, logp, *best, room, top, warps=8, V=V, MOST=most, BLOCK=2048)
+    each, most = part_size(V), power_of_two(top) if top else 0
+    parts, groups, room = blocks(V, each), blocks(V, each) * each // GROUP.value, most * GROUP.value
+    peaks = empty((B, parts, 2), dtype=float32, device=device)
+    # maxima of groups, the best groups, keys and ids of their tokens, ids of the best
+    spaces = [empty((B, size), dtype=int32, device=device) for size in (groups, groups, room, room, most)]
+    sizes = dict(V=V, PARTS=parts, EACH=each)
+    launch(_weigh, (B, parts), logits, peaks, spaces[0] if top else None, warps=8, **sizes)
+    given = (logits, ids, peaks, *spaces, logp, *best, top)
+    launch(_logprobs, (B,), *given, warps=8, **sizes, MOST=most, BLOCK=2048)
     return logp, *best

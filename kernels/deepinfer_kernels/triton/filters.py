@@ -157,10 +157,14 @@ def list_bin(
 
 
 @triton.jit
-def _list_groups(
-    LOGITS, GROUPS, CHOSEN, KEYS, IDS, row, V: tl.constexpr, G: tl.constexpr, top_k, BLOCK: tl.constexpr
+def list_groups(
+    LOGITS, GROUPS, CHOSEN, KEYS, IDS, row, V: tl.constexpr, G: tl.constexpr, top_k, above, ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """KEYS, IDS [row, V]: tokens of the best top_k groups, as good as the worst best of these; returns how many."""
+    """KEYS, IDS [row, ROOM]: tokens of the best top_k groups, as good as the worst best of these; returns how many.
+
+    Those with numbers over ``above``, and no NaN.
+    """
     each: tl.constexpr = min(BLOCK, triton.next_power_of_2(G))
     kth, room = tl.full((), -0x80000000, tl.int32), tl.full((), 0, tl.int32)
     if top_k < G:
@@ -183,10 +187,10 @@ def _list_groups(
         g = tl.load(CHOSEN + row * G + i // GROUP, mask=i < taken * GROUP, other=V)
         j = g * GROUP + i % GROUP
         key = number(tl.load(LOGITS + row * V + j, mask=j < V, other=float("-inf")))
-        mine = (key >= kth) & (key > LOWEST) & (j < V)
+        mine = (key >= kth) & (key > above) & (key < LAST) & (j < V)
         place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(KEYS + row * V + place, key, mask=mine)
-        tl.store(IDS + row * V + place, j, mask=mine)
+        tl.store(KEYS + row * ROOM + place, key, mask=mine)
+        tl.store(IDS + row * ROOM + place, j, mask=mine)
         count += tl.sum(mine.to(tl.int32), 0)
     tl.debug_barrier()
     return count
@@ -341,7 +345,8 @@ def filter_row(
         base, limit = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
         count = tl.full((), 0, tl.int32)
         if top_k > 0:
-            count = _list_groups(LOGITS, GROUPS, CHOSEN, KEYS, IDS, row, V, PARTS * (EACH // GROUP), top_k, BLOCK)
+            groups: tl.constexpr = PARTS * (EACH // GROUP)
+            count = list_groups(LOGITS, GROUPS, CHOSEN, KEYS, IDS, row, V, groups, top_k, LOWEST, V, BLOCK)
             if count > top_k:
                 lowest, room = kth_best(KEYS + row * (V - count), row, count, top_k, True, BLOCK)
                 last = _nth_equal(KEYS, IDS, row, V, count, lowest, room, BLOCK)
