@@ -70,14 +70,24 @@ def sixteen_sums(weight, bin, THREADS: tl.constexpr):
 
 
 @triton.jit
+def _over(x, temperature):
+    """x / temperature in f64."""
+    scale = temperature.to(tl.float64)
+    return quotient(x.to(tl.float64), scale, 1.0 / scale)
+
+
+@triton.jit
+def _units(top, y):
+    """Whole units by which y lies below top, up to 15: the bin of a token."""
+    return tl.minimum(tl.floor(top) - tl.floor(y), 15.0).to(tl.int32)
+
+
+@triton.jit
 def weigh_part(MASSES, COUNTS, row, part, PARTS: tl.constexpr, EACH: tl.constexpr, x, kept, best, temperature):
     """MASSES, COUNTS [row, part, 16]: of bins by distance from the best of the part."""
-    scale = temperature.to(tl.float64)
-    inverse = 1.0 / scale
-    top = quotient(value(best).to(tl.float64), scale, inverse)
-    y = tl.where(kept, quotient(x.to(tl.float64), scale, inverse), top)
-    weight = tl.where(kept, exp(y - top), 0.0)
-    bin = tl.minimum(tl.floor(top) - tl.floor(y), 15.0).to(tl.int32)
+    top = _over(value(best), temperature)
+    y = tl.where(kept, _over(x, temperature), top)
+    weight, bin = tl.where(kept, exp(y - top), 0.0), _units(top, y)
     threads: tl.constexpr = 256 if EACH >= 1024 else EACH // 4
     to = (row * PARTS + part) * 16 + tl.arange(0, 16)
     tl.store(MASSES + to, sixteen_sums(weight, bin, threads))
@@ -93,67 +103,66 @@ def group_part(GROUPS, row, part, PARTS: tl.constexpr, EACH: tl.constexpr, key):
 
 
 @triton.jit
-def _bins(FOUND, MASSES, COUNTS, row, part, PARTS: tl.constexpr, best, scale, inverse, top_p):
-    """(mass of a row, mass that top-p reaches, its bin, mass of the bins before, tokens of it in parts before, all)."""
-    PP: tl.constexpr = triton.next_power_of_2(PARTS)
-    p = tl.arange(0, PP)
-    own = tl.load(FOUND + (row * PARTS + p) * 3, mask=p < PARTS, other=LOWEST)
-    there = own > LOWEST
-    top = quotient(value(best).to(tl.float64), scale, inverse)
-    own_top = tl.where(there, quotient(value(tl.where(there, own, best)).to(tl.float64), scale, inverse), top)
-    at = (row * PARTS + p[:, None]) * 16 + tl.arange(0, 16)[None, :]
-    masses = tl.load(MASSES + at, mask=there[:, None], other=0.0) * exp(own_top - top)[:, None]
-    counts = tl.load(COUNTS + at, mask=there[:, None], other=0)
-    below = tl.minimum(tl.floor(top) - tl.floor(own_top), 15.0).to(tl.int32)
-    bin = tl.minimum(below[:, None] + tl.arange(0, 16)[None, :], 15)
-    all16 = tl.arange(0, 16)
-    within = tl.sum(tl.sum(tl.where(bin[:, :, None] <= all16[None, None, :], masses[:, :, None], 0.0), 1), 0)
-    mass = tl.max(within, 0)
-    limit = top_p.to(tl.float64) * mass
-    chosen = tl.minimum(tl.sum((within < limit).to(tl.int32), 0), 15)
-    base = tl.sum(tl.where(all16 == chosen - 1, within, 0.0), 0)
-    tokens = tl.sum(tl.where(bin == chosen, counts, 0), 1)
-    return mass, limit, chosen, base, tl.sum(tl.where(p < part, tokens, 0), 0), tl.sum(tokens, 0)
-
-
-@triton.jit
-def list_bin(
-    LOGITS, FOUND, TEMPERATURE, TOP_K, TOP_P, MIN_P, MASSES, COUNTS, TOTAL, LISTED, KEYS, IDS, V: tl.constexpr,
-    PARTS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr,
+def find_bin(
+    FOUND, TEMPERATURE, TOP_K, TOP_P, MIN_P, MASSES, COUNTS, TOTAL, LISTED, BEFORE, V: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """KEYS, IDS [row, V]: the tokens of the bin in which the mass of a row without top-k is reached, in their order.
+    """TOTAL [row, 3] of a row without top-k: mass of all, mass that top-p reaches, mass of the bins before that one.
 
-    TOTAL [row, 3]: mass of all, mass to reach, mass of the bins before. LISTED [row]: how many tokens. ``WHOLE``: rows
-    without filters have their mass too.
+    LISTED [row, 3]: number of the best, the bin, tokens of it; BEFORE [row, part]: those of parts before. ``WHOLE``:
+    rows without filters have their mass too.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, min_p = kinds(TEMPERATURE, TOP_K, TOP_P, MIN_P, row, V)
     limited = (top_p < 1.0) | (min_p > 0.0)
     if WHOLE:
         limited = top_p >= 0.0
+    bin16 = tl.arange(0, 16)
+    tl.store(LISTED + row * 3 + 1, -1)
     if (temperature > 0.0) & (top_k == 0) & limited:
-        best, _, _ = whole(FOUND, row, PARTS)
+        p = tl.arange(0, triton.next_power_of_2(PARTS))
+        own = tl.load(FOUND + (row * PARTS + p) * 3, mask=p < PARTS, other=LOWEST)
+        best = tl.max(own, 0)
         if (best > LOWEST) & (best < INFINITE):
-            scale = temperature.to(tl.float64)
-            inverse = 1.0 / scale
-            mass, limit, chosen, base, before, count = _bins(
-                FOUND, MASSES, COUNTS, row, part, PARTS, best, scale, inverse, top_p
-            )
-            if part == 0:
-                tl.store(TOTAL + row * 3, mass)
-                tl.store(TOTAL + row * 3 + 1, limit)
-                tl.store(TOTAL + row * 3 + 2, base)
-                tl.store(LISTED + row, count)
-            if top_p < 1.0:
-                j, x, key = part_of(LOGITS, row, part, V, EACH)
-                kept = (key > LOWEST) & (j < V)
-                top = quotient(value(best).to(tl.float64), scale, inverse)
-                y = tl.where(kept, quotient(x.to(tl.float64), scale, inverse), top)
-                mine = kept & (tl.minimum(tl.floor(top) - tl.floor(y), 15.0).to(tl.int32) == chosen)
-                upto = tl.cumsum(tl.reshape(mine.to(tl.int32), (EACH,)), 0)
-                place = tl.reshape(upto, (EACH // 4, 4)) + before - 1
-                tl.store(KEYS + row * V + place, key, mask=mine)
-                tl.store(IDS + row * V + place, j, mask=mine)
+            there = own > LOWEST
+            top = _over(value(best), temperature)
+            own_top = tl.where(there, _over(value(tl.where(there, own, best)), temperature), top)
+            at = (row * PARTS + p[:, None]) * 16 + bin16[None, :]
+            masses = tl.load(MASSES + at, mask=there[:, None], other=0.0) * exp(own_top - top)[:, None]
+            counts = tl.load(COUNTS + at, mask=there[:, None], other=0)
+            bin = tl.minimum(_units(top, own_top)[:, None] + bin16[None, :], 15)
+            upto = bin[:, :, None] <= bin16[None, None, :]
+            within = tl.sum(tl.sum(tl.where(upto, masses[:, :, None], 0.0), 1), 0)
+            mass = tl.max(within, 0)
+            limit = top_p.to(tl.float64) * mass
+            chosen = tl.minimum(tl.sum((within < limit).to(tl.int32), 0), 15)
+            tokens = tl.sum(tl.where(bin == chosen, counts, 0), 1)
+            tl.store(TOTAL + row * 3, mass)
+            tl.store(TOTAL + row * 3 + 1, limit)
+            tl.store(TOTAL + row * 3 + 2, tl.sum(tl.where(bin16 == chosen - 1, within, 0.0), 0))
+            tl.store(LISTED + row * 3, best)
+            tl.store(LISTED + row * 3 + 1, tl.where(top_p < 1.0, chosen, -1))
+            tl.store(LISTED + row * 3 + 2, tl.sum(tokens, 0))
+            tl.store(BEFORE + row * PARTS + p, tl.cumsum(tokens, 0) - tokens, mask=p < PARTS)
+
+
+@triton.jit
+def list_bin(
+    LOGITS, TEMPERATURE, LISTED, BEFORE, KEYS, IDS, V: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """KEYS, IDS [row, V]: the tokens of the bin in which the mass of a row is reached, in their order."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chosen = tl.load(LISTED + row * 3 + 1)
+    if chosen >= 0:
+        j, x, key = part_of(LOGITS, row, part, V, EACH)
+        temperature, kept = tl.load(TEMPERATURE + row), (key > LOWEST) & (j < V)
+        top = _over(value(tl.load(LISTED + row * 3)), temperature)
+        mine = kept & (_units(top, tl.where(kept, _over(x, temperature), top)) == chosen)
+        four = tl.sum(mine.to(tl.int32), 1)
+        before = tl.load(BEFORE + row * PARTS + part) + tl.cumsum(four, 0) - four
+        place = before[:, None] + tl.cumsum(mine.to(tl.int32), 1) - 1
+        tl.store(KEYS + row * V + place, key, mask=mine)
+        tl.store(IDS + row * V + place, j, mask=mine)
 
 
 @triton.jit
@@ -352,7 +361,7 @@ def filter_row(
                 last = _nth_equal(KEYS, IDS, row, V, count, lowest, room, BLOCK)
         else:
             mass, limit, base = tl.load(TOTAL + row * 3), tl.load(TOTAL + row * 3 + 1), tl.load(TOTAL + row * 3 + 2)
-            count = tl.where(top_p < 1.0, tl.load(LISTED + row), 0)
+            count = tl.where(top_p < 1.0, tl.load(LISTED + row * 3 + 2), 0)
         floor, end = lowest, last
         if count > 0:
             within = _mass(KEYS, IDS, WEIGHTS, row, V, count, lowest, last, scale, inverse, top, WIDE)

@@ -21,7 +21,7 @@ from torch import Tensor, empty, float32, float64, int32, int64
 
 from deepinfer_kernels.reference.numerics import Numerics
 from deepinfer_kernels.reference.sample import DRAFT, NON_FINITE, NOTHING_ALLOWED, TARGET
-from deepinfer_kernels.triton.filters import GROUP, filter_row, group_part, kinds, list_bin, weigh_part
+from deepinfer_kernels.triton.filters import GROUP, filter_row, find_bin, group_part, kinds, list_bin, weigh_part
 from deepinfer_kernels.triton.launch import blocks, contiguous, launch
 from deepinfer_kernels.triton.noise import noise_about, one_of_four, philox, score
 from deepinfer_kernels.triton.precise import quotient
@@ -228,7 +228,7 @@ def _drawn(
         return empty((B, *shape), dtype=float64, device=device)
 
     found, winner, state = ints(parts, 3), ints(parts), ints(6)
-    masses, counts, total, listed = doubles(parts, 16), ints(parts, 16), doubles(3), ints()
+    masses, counts, total, listed, before = doubles(parts, 16), ints(parts, 16), doubles(3), ints(3), ints(parts)
     groups, chosen = ints(parts * each // GROUP.value), ints(parts * each // GROUP.value)
     keys_listed, ids_listed, weights = ints(V), ints(V), doubles(V)
     mass = doubles() if with_logprobs else None
@@ -236,8 +236,9 @@ def _drawn(
     sizes = dict(V=V, PARTS=parts, EACH=each)
     begun = (logits, raw, *limits, *keys, found, masses, counts, groups, winner, stream)
     launch(_begin, (B, parts), *begun, warps=8, **sizes, DRAWS=not with_logprobs)
-    listing = (logits, found, *limits, masses, counts, total, listed, keys_listed, ids_listed)
-    launch(list_bin, (B, parts), *listing, warps=8, **sizes, WHOLE=with_logprobs)
+    bins = (found, *limits, masses, counts, total, listed, before)
+    launch(find_bin, (B,), *bins, V=V, PARTS=parts, WHOLE=with_logprobs)
+    launch(list_bin, (B, parts), logits, limits[0], listed, before, keys_listed, ids_listed, warps=8, **sizes)
     filtered = (groups, chosen, total, listed, keys_listed, ids_listed, weights, state, mass, winner, stream)
     launch(filter_row, (B,), logits, found, *limits, *keys, *filtered, warps=16, **sizes, BLOCK=_LIST, WIDE=_WIDE)
     drawn = (logits, state, mass, *limits, *keys, winner, logprobs, stream)
