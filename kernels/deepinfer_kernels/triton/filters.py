@@ -103,14 +103,29 @@ def group_part(GROUPS, row, part, PARTS: tl.constexpr, EACH: tl.constexpr, key):
 
 
 @triton.jit
+def _ends(best, top, temperature, bin):
+    """[lowest, highest] number of a bin, by bisecting numbers."""
+    end = tl.arange(0, 2)
+    low = tl.full((2,), 0, tl.int64) + (LOWEST + 1)
+    high = tl.full((2,), 1, tl.int64) + best
+    for _ in range(33):  # the first number of the bin, and of the bin above it
+        middle = (low + high) >> 1
+        open = low < high
+        reaches = _units(top, _over(value(middle.to(tl.int32)), temperature)) <= bin - end
+        high = tl.where(open & reaches, middle, high)
+        low = tl.where(open & (reaches == 0), middle + 1, low)
+    return (low - end).to(tl.int32)
+
+
+@triton.jit
 def find_bin(
     FOUND, TEMPERATURE, TOP_K, TOP_P, MIN_P, MASSES, COUNTS, TOTAL, LISTED, BEFORE, V: tl.constexpr,
     PARTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """TOTAL [row, 3] of a row without top-k: mass of all, mass that top-p reaches, mass of the bins before that one.
 
-    LISTED [row, 3]: number of the best, the bin, tokens of it; BEFORE [row, part]: those of parts before. ``WHOLE``:
-    rows without filters have their mass too.
+    LISTED [row, 3]: lowest and highest number of that bin, tokens of it, where top-p has to find one of them; BEFORE
+    [row, part]: those of parts before. ``WHOLE``: rows without filters have their mass too.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, min_p = kinds(TEMPERATURE, TOP_K, TOP_P, MIN_P, row, V)
@@ -118,7 +133,7 @@ def find_bin(
     if WHOLE:
         limited = top_p >= 0.0
     bin16 = tl.arange(0, 16)
-    tl.store(LISTED + row * 3 + 1, -1)
+    ends = tl.where(tl.arange(0, 2) == 0, LAST, LOWEST)
     if (temperature > 0.0) & (top_k == 0) & limited:
         p = tl.arange(0, triton.next_power_of_2(PARTS))
         own = tl.load(FOUND + (row * PARTS + p) * 3, mask=p < PARTS, other=LOWEST)
@@ -140,24 +155,21 @@ def find_bin(
             tl.store(TOTAL + row * 3, mass)
             tl.store(TOTAL + row * 3 + 1, limit)
             tl.store(TOTAL + row * 3 + 2, tl.sum(tl.where(bin16 == chosen - 1, within, 0.0), 0))
-            tl.store(LISTED + row * 3, best)
-            tl.store(LISTED + row * 3 + 1, tl.where(top_p < 1.0, chosen, -1))
-            tl.store(LISTED + row * 3 + 2, tl.sum(tokens, 0))
-            tl.store(BEFORE + row * PARTS + p, tl.cumsum(tokens, 0) - tokens, mask=p < PARTS)
+            if top_p < 1.0:
+                ends = _ends(best, top, temperature, chosen)
+                tl.store(LISTED + row * 3 + 2, tl.sum(tokens, 0))
+                tl.store(BEFORE + row * PARTS + p, tl.cumsum(tokens, 0) - tokens, mask=p < PARTS)
+    tl.store(LISTED + row * 3 + tl.arange(0, 2), ends)
 
 
 @triton.jit
-def list_bin(
-    LOGITS, TEMPERATURE, LISTED, BEFORE, KEYS, IDS, V: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr
-):  # fmt: skip
+def list_bin(LOGITS, LISTED, BEFORE, KEYS, IDS, V: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
     """KEYS, IDS [row, V]: the tokens of the bin in which the mass of a row is reached, in their order."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chosen = tl.load(LISTED + row * 3 + 1)
-    if chosen >= 0:
+    lowest, highest = tl.load(LISTED + row * 3), tl.load(LISTED + row * 3 + 1)
+    if lowest <= highest:
         j, x, key = part_of(LOGITS, row, part, V, EACH)
-        temperature, kept = tl.load(TEMPERATURE + row), (key > LOWEST) & (j < V)
-        top = _over(value(tl.load(LISTED + row * 3)), temperature)
-        mine = kept & (_units(top, tl.where(kept, _over(x, temperature), top)) == chosen)
+        mine = (key >= lowest) & (key <= highest) & (j < V)
         four = tl.sum(mine.to(tl.int32), 1)
         before = tl.load(BEFORE + row * PARTS + part) + tl.cumsum(four, 0) - four
         place = before[:, None] + tl.cumsum(mine.to(tl.int32), 1) - 1

@@ -238,7 +238,7 @@ def _drawn(
     launch(_begin, (B, parts), *begun, warps=8, **sizes, DRAWS=not with_logprobs)
     bins = (found, *limits, masses, counts, total, listed, before)
     launch(find_bin, (B,), *bins, V=V, PARTS=parts, WHOLE=with_logprobs)
-    launch(list_bin, (B, parts), logits, limits[0], listed, before, keys_listed, ids_listed, warps=8, **sizes)
+    launch(list_bin, (B, parts), logits, listed, before, keys_listed, ids_listed, warps=8, **sizes)
     filtered = (groups, chosen, total, listed, keys_listed, ids_listed, weights, state, mass, winner, stream)
     launch(filter_row, (B,), logits, found, *limits, *keys, *filtered, warps=16, **sizes, BLOCK=_LIST, WIDE=_WIDE)
     drawn = (logits, state, mass, *limits, *keys, winner, logprobs, stream)
