@@ -53,6 +53,20 @@ def build_triton(directory: Path, cache: Path) -> None:
     assert {b.status for b in made} <= {"built", "cached"}, [b for b in made if b.path is None][:3]  # same kernel twice
 
 
+def build_tilelang(directory: Path, cache: Path) -> None:
+    """Compile every TileLang program of a checkpoint's shapes for the device."""
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_kernels import kernel_cache
+    from deepinfer_kernels.tilelang import build, families, shapes
+
+    if (reason := families.uncompilable()) is not None:
+        pytest.skip(reason)
+    sizes = kernel_shapes(load_model_config(directory), load_profile("cpu-nano").profile)
+    kernels = build.kernels(shapes.launches(sizes, platform="sm90", invariant=False))
+    made = kernel_cache.build(build.jobs(kernels, "sm90", cache))
+    assert {b.status for b in made} <= {"built", "cached"}, [b.detail for b in made if b.path is None][:3]
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "backend"), [("reference", "auto"), ("fast", "reference"), ("fast", "triton")])
@@ -66,3 +80,36 @@ def test_quantised_numerics_on_cuda_agree_with_the_cpu(golden, variants, make_ri
         rig = make_rig(variants["base"], mode, device=device, backend=chosen, cache=tmp_path)
         logits.append(rig.run(rig.kv(), ids, 0, len(ids)).logits.cpu())
     assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() >= 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("tilelang", [False, True], ids=["triton", "tilelang first"])
+def test_recorded_tokens_and_drafts_through_the_kernels_of_the_device(golden, variants, make_rig, tmp_path, tilelang):
+    """As ``triton_golden.py`` asks of the interpreter: recorded tokens, errors of the reference operations."""
+    build_triton(variants["base"], tmp_path)
+    if tilelang:
+        build_tilelang(variants["base"], tmp_path)
+    case = golden.cases["base_n0035"]
+    ids, steps = list(case["prompt_ids"]), 2
+    first, last = case["logit_positions"]
+    recorded = golden.tensors["case/base_n0035/float/logits"]
+    errors = []
+    for backend in ("reference", "auto"):
+        rig = make_rig(variants["base"], "fast", device="cuda", backend=backend, cache=tmp_path)
+        if backend == "auto":
+            chosen = {name: rig.ops.chosen[name].backend for name in ("attend_cached", "moe_experts", "rms_norm")}
+            first_choice = "tilelang" if tilelang else "triton"
+            assert chosen == {"attend_cached": first_choice, "moe_experts": first_choice, "rms_norm": "triton"}
+        kv, seen = rig.kv(), list(ids)
+        logits = rig.run(kv, seen, 0, len(seen)).logits
+        errors.append((logits[first:last].cpu() - recorded).square().mean().sqrt())
+        assert torch.equal(logits[first:last].argmax(-1).cpu(), recorded.argmax(-1))
+        greedy = [int(logits[-1].argmax())]
+        for _ in range(steps):
+            seen.append(greedy[-1])
+            greedy.append(int(rig.run(kv, seen, len(seen) - 1, len(seen)).logits[0].argmax()))
+        assert greedy == case["float"]["greedy_ids"][: steps + 1]
+        drafted = rig.propose(kv, greedy[-1], len(seen))
+        assert drafted.tokens[0].tolist() == case["float"]["draft_trace"][steps]["tokens"]
+    assert errors[1] <= 1.25 * errors[0], errors
