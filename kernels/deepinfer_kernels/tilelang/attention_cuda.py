@@ -162,15 +162,29 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
     A block goes over every ``blocks``-th job, a part of a query. Two groups copy and decode tiles into two buffers, a
     tile ahead of the other two; of these the first computes the logits of even tiles, the second those of odd ones, and
     each adds every tile to its half of the columns, in two products of a quarter. A tile's maximum waits for that of
-    the tile before; its logits do not, and are on their way with the products of the tile before, because what bounds
-    a tile's time is how soon its buffer is free again. Registers of a thread: 64 where keys are made, 192 where they
-    are used.
+    the tile before; its logits do not: they are on their way with the products of the tile before, and begin when the
+    slabs of even numbers are made, because what bounds a tile's time is how soon its buffer is free again. Registers of
+    a thread: 64 where keys are made, 192 where they are used.
     """
     rows, T_, W, G, S, R, E, P = (T.dynamic(n) for n in ("rows", "T", "W", "G", "S", "R", "E", "P"))
-    HEADS, half, quarter = 64, D // 2, D // 4
+    HEADS, half, quarter, SLABS = 64, D // 2, D // 4, D // 64
     out_shape = (P, T_, N, D) if SPLIT else (T_, N, D)
     out_type = "float32" if SPLIT else "bfloat16"
     state_shape = (P, T_, N, 2) if SPLIT else (P, 1, 1, 2)
+
+    @T.macro
+    def score(g, first, q, keys, logit):
+        """The products of every other slab of tile buffer g: of those that are made first, or of the others."""
+        T.wgmma_gemm(
+            q[:, 64 * first : 64 * first + 64],
+            keys[g, :, 64 * first : 64 * first + 64],
+            logit,
+            transpose_B=True,
+            clear_accum=first == 0,
+        )
+        for c in T.unroll(1, SLABS // 2):
+            slab = 128 * c + 64 * first
+            T.wgmma_gemm(q[:, slab : slab + 64], keys[g, :, slab : slab + 64], logit, transpose_B=True)
 
     @T.macro
     def peak(g, logit, top, last, keep, hidden, scale):
@@ -269,6 +283,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
             staged = T.alloc_shared((8 * 2048,), "uint8")
             queried = T.alloc_barrier(arrive_count=256)
             asked = T.alloc_barrier(arrive_count=256)
+            begun = T.alloc_barrier(arrive_count=[256, 256])
             ready = T.alloc_barrier(arrive_count=[256, 256])
             free = T.alloc_barrier(arrive_count=[256, 256])
             known = T.alloc_barrier(arrive_count=[128, 128])
@@ -385,12 +400,15 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         )
                         if n % 2 == 1:
                             T.call_extern("void", "keys::arrived_before")
+                            T.barrier_arrive(begun[0])
                             T.barrier_arrive(ready[0])
                             T.call_extern("void", "keys::arrived")
+                            T.barrier_arrive(begun[1])
                             T.barrier_arrive(ready[1])
                         window[0] = window[1]
                     if first_global % 2 == 1:
                         T.call_extern("void", "keys::arrived")
+                        T.barrier_arrive(begun[0])
                         T.barrier_arrive(ready[0])
                     # the records of a tile are on their way while the one before is decoded, its slots before that
                     for m in T.serial(T.ceildiv(count, 2) * 2 - first_global):
@@ -415,6 +433,19 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                             "keys::make_global",
                             T.address_of(codes[0]),
                             T.address_of(scales[0]),
+                            0,
+                            at[0],
+                            shared[1] + s[0] * (BK * D * 2),
+                            shared[2] + s[0] * (BK * 4),
+                            thread,
+                        )
+                        T.barrier_arrive(begun[s[0]])
+                        T.call_extern(
+                            "void",
+                            "keys::make_global",
+                            T.address_of(codes[0]),
+                            T.address_of(scales[0]),
+                            1,
                             at[0],
                             shared[1] + s[0] * (BK * D * 2),
                             shared[2] + s[0] * (BK * 4),
@@ -442,10 +473,13 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         last0[h] = SINK[T.min(hb * HEADS + h, N - 1)] * _LOG2E
                     T.barrier_wait(queried, job & 1)
                     if pairs > 0:
-                        T.barrier_wait(ready[0], before[0] & 1)
+                        T.barrier_wait(begun[0], before[0] & 1)
                         # here and not where keys are written: a fence waits for the loads that are on their way
                         T.fence_proxy_async()
-                        T.wgmma_gemm(q, keys[0, :, :], logit0, transpose_B=True, clear_accum=True)
+                        score(0, 0, q, keys, logit0)
+                        T.barrier_wait(ready[0], before[0] & 1)
+                        T.fence_proxy_async()
+                        score(0, 1, q, keys, logit0)
                         T.wait_wgmma(0)
                         if pairs == 1:
                             T.barrier_arrive(asked)
@@ -466,11 +500,14 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         for h in T.Parallel(HEADS):
                             total0[h] = total0[h] * keep0[h]
                         add(1, keep0, acc0, acc1, probs, keys, 0, part * each + 2 * i + 1 == windows)
+                        T.barrier_wait(begun[0], before[0] + i + 1 & 1)
+                        T.fence_proxy_async()
+                        score(0, 0, q, keys, logit0)
+                        T.wait_wgmma(SLABS // 2)
+                        T.barrier_arrive(free[1])
                         T.barrier_wait(ready[0], before[0] + i + 1 & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(q, keys[0, :, :], logit0, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(1)
-                        T.barrier_arrive(free[1])
+                        score(0, 1, q, keys, logit0)
                         T.wait_wgmma(0)
                         if i == pairs - 2:
                             T.barrier_arrive(asked)
@@ -518,9 +555,12 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                     T.barrier_wait(queried, job & 1)
                     for i in T.serial(pairs):
                         unit[0] = T.if_then_else(part * each + 2 * i + 1 < windows, 1.0, _UNIT)
+                        T.barrier_wait(begun[1], before[0] + i & 1)
+                        T.fence_proxy_async()
+                        score(1, 0, q, keys, logit1)
                         T.barrier_wait(ready[1], before[0] + i & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(q, keys[1, :, :], logit1, transpose_B=True, clear_accum=True)
+                        score(1, 1, q, keys, logit1)
                         T.barrier_wait(known[0], before[0] + job + i & 1)
                         T.copy(keeps[0, :], keep1)
                         T.copy(tops[0, :], last1)

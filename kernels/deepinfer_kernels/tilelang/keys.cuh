@@ -149,17 +149,19 @@ __device__ __forceinline__ void receive(unsigned staged, unsigned thread, void* 
   __syncwarp();
 }
 
-// a global tile, of which this thread has codes and scales; `at` is the slot they are of
+// Half `half` of a global tile, of which this thread has codes and scales; `at` is the slot they are of. The first half
+// are the slabs of even numbers, the second those of odd ones.
 __device__ __forceinline__ void make_global(
-    const void* codes, const unsigned* scales, int at, unsigned tile, unsigned hidden, unsigned thread) {
+    const void* codes, const unsigned* scales, int half, int at, unsigned tile, unsigned hidden, unsigned thread) {
   thread = here(thread);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int i = 0; i < 2; ++i) {
+    const int j = 2 * half + i;
     uint4 values[4];
-    records::e2m1x32(static_cast<const uint4*>(codes)[j], scales[j / 2] >> j % 2 * 16, values);
+    records::e2m1x32(static_cast<const uint4*>(codes)[j], scales[half] >> i * 16, values);
     store32(tile, thread % 32 / 8 * 4 + j, values, thread);
   }
-  hide(hidden, at < 0, thread);
+  if (half == 1) hide(hidden, at < 0, thread);
 }
 
 }  // namespace keys
