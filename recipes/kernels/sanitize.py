@@ -35,6 +35,7 @@ CASES = {
         "tests/kernels/triton_draw_cases.py",
         "not refused and not 129280 and not 5003 and not 40001",
     ),
+    "triton-reject": ("triton", "tests/kernels/triton_reject_cases.py", "not refused and not 129280 and not rounding"),
     "tilelang": ("tilelang", "tests/kernels/tilelang_cases.py", _ROWS + "-2]"),
     "tilelang-gemm": (
         "tilelang",

@@ -167,6 +167,19 @@ def _drawing(case: Callable[..., OpCase]) -> Iterator[OpCase]:
     )
     length = ids(J + 1, T)
     yield case("accept_drawn", f"B{T}", 160 * T, lambda: (ids(9, T * (J + 1)), ids(9, T, J), order * (J + 1), length))
+    full = {"first": order * (J + 1), "length": torch.full((T,), J, device="cuda")}
+    full["failed"] = torch.zeros(T * (J + 1), dtype=torch.int64, device="cuda")
+
+    def drafted(**given: float) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        """Verify logits, the laws of a drafter that is about half a logit off, and drafts of it."""
+        logits = 3 * f32(T, J + 1, V)
+        laws = (logits[:, :J] + 0.5 * f32(T, J, V)).log_softmax(-1)
+        drafts = torch.multinomial(laws.flatten(0, 1).exp(), 1).view(T, J)
+        return (logits.flatten(0, 1),), {"drafts": drafts, "draft_logprobs": laws, **full, **filters(**given)}
+
+    for what, given in (("plain", {}), ("top_p", {"top_p": 0.95})):
+        name = f"accept_rejection {what} B{T} J{J} V{V}"
+        yield OpCase(name, "accept_rejection", lambda g=given: drafted(**g), 4 * V * T * (2 * J + 1))
     emitted = {"stop": ids(9, T, 2), "room": ids(99, T)}
     yield case("truncate_emitted", f"B{T}", 80 * T, lambda: (ids(9, T, J + 1), length), **emitted)
 

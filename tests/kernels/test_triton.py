@@ -20,7 +20,7 @@ if (reason := families.unusable()) is not None:
     pytest.skip(f"needs another triton: {reason}", allow_module_level=True)
 
 CASES = [
-    str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_step_cases.py", "triton_draw_cases.py")
+    str(Path(__file__).with_name(f"triton_{name}.py")) for name in ("cases", "step_cases", "draw_cases", "reject_cases")
 ]
 
 #: models and profiles of one process and of several

@@ -567,7 +567,7 @@ def attend_wide(*, N: int, D: int, SPLIT: bool) -> Any:
                         for h in T.Parallel(HEADS):
                             total1[h] = total1[h] * keep1[h]
                         add(0, keep1, acc2, acc3, probs, keys, half, part * each + 2 * i == windows)
-                        # both halves of the even tile may still be on their way when the logits of the odd one are there
+                        # both halves of the even tile may be on their way when the logits of the odd one are there
                         T.wait_wgmma(2)
                         if i == pairs - 1:
                             T.barrier_arrive(asked)

@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "sample": ("next_tokens", "draft_sample"),
     "adjust": ("adjust_logits", "adjust_verify_logits", "token_logprobs"),
     "speculate": ("dspark_confidence", "dspark_split", "accept_drawn", "truncate_emitted"),
+    "reject": ("accept_rejection",),
     "commit": ("settle_rows", "sampled_rows", "commit_rows"),
 }
 #: the tile of these follows the number of rows, and with it the order of their sums; those with True have a second

@@ -349,7 +349,7 @@ def filter_row(
     """STATE [row]: id of the best, its number, whether raw logits are finite, lowest number kept, last of its equals,
     whether it is drawn: WINNER [row, part] has the id then, and −1 for other parts.
 
-    MASS [row], where wanted: log of the mass kept, of which the best has 1.
+    MASS [row], where wanted: log of the mass kept, of which the best has 1. Nothing is drawn without WINNER.
     """
     row = tl.program_id(0).to(tl.int64)
     best, id, finite = whole(FOUND, row, PARTS)
@@ -394,28 +394,30 @@ def filter_row(
             if (min_p > 0.0) & (top_k == 0):
                 mass = _row_mass(LOGITS, row, V, lowest, last, scale, top, WIDE)
             shift = log(mass)
-        if (top_k > 0) & (count <= _FEW):
-            seed, position = tl.load(SEED + row), tl.load(POSITION + row)
-            won = _drawn(
-                KEYS,
-                IDS,
-                row,
-                V,
-                count,
-                lowest,
-                last,
-                scale,
-                top,
-                shift,
-                seed,
-                position,
-                stream,
-                MASS is not None,
-                WIDE,
-            )
-            i = tl.arange(0, triton.next_power_of_2(PARTS))
-            tl.store(WINNER + row * PARTS + i, tl.where(i == 0, won, -1), mask=i < PARTS)
-            drawn = tl.full((), 1, tl.int32)
+        if WINNER is not None:
+            few = (top_k > 0) & (count <= _FEW)
+            if few:
+                seed, position = tl.load(SEED + row), tl.load(POSITION + row)
+                won = _drawn(
+                    KEYS,
+                    IDS,
+                    row,
+                    V,
+                    count,
+                    lowest,
+                    last,
+                    scale,
+                    top,
+                    shift,
+                    seed,
+                    position,
+                    stream,
+                    MASS is not None,
+                    WIDE,
+                )
+                i = tl.arange(0, triton.next_power_of_2(PARTS))
+                tl.store(WINNER + row * PARTS + i, tl.where(i == 0, won, -1), mask=i < PARTS)
+                drawn = tl.full((), 1, tl.int32)
     to = STATE + 6 * row
     tl.store(to, id)
     tl.store(to + 1, best)

@@ -31,6 +31,7 @@ from deepinfer_kernels.triton import (
     norm,
     permute,
     places,
+    reject,
     router,
     rows,
     sample,
@@ -56,6 +57,7 @@ _MODULES = (
     norm,
     permute,
     places,
+    reject,
     router,
     rows,
     sample,
@@ -246,6 +248,8 @@ def _drawing(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
         yield "sampled_rows", tuple(_i64(B) for _ in range(5)), {}
         emitted = (_i64(B, J + 1), *(_i64(B) for _ in range(4)), _i64(2), _i64(2, N))
         yield "commit_rows", (*emitted, _i64(9), _i64(9, N), _i64(9)), {}
+        law = {"draft_logprobs": _f32(B, J, s.V), "failed": _i64(J + 1)}
+        yield "accept_rejection", (_f32(J + 1, s.V),), {**block, **law, **filters}
         yield "accept_drawn", (_i64(2), _i64(B, J), _i64(B), _i64(B)), {}
         yield "truncate_emitted", (_i64(B, J + 1), _i64(B)), {"stop": _i64(B, 1), "room": _i64(B)}
 
