@@ -43,13 +43,41 @@ def _add_bias(OUT, ROW, TOKEN, BIAS, Q, V, BLOCK: tl.constexpr):
     tl.store(at, tl.load(at, mask=mask, other=0.0) + tl.load(BIAS + i, mask=mask, other=0.0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["V", "words"])
-def _hide(OUT, ROW, MASK, V, words, BLOCK: tl.constexpr):
-    """−inf for the tokens of a row whose bit is clear."""
-    g = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(MASK + g * words + j // 32, mask=j < V, other=-1)
-    tl.store(OUT + tl.load(ROW + g) * V + j, float("-inf"), mask=(j < V) & (((word >> (j % 32)) & 1) == 0))
+@triton.jit(do_not_specialize=["G"], do_not_specialize_on_alignment=["FIRST", "LENGTH"])
+def _copy_allowed(
+    LOGITS, OUT, ROW, MASK, FIRST, LENGTH, G, V: tl.constexpr, EACH: tl.constexpr, PLACES: tl.constexpr
+):  # fmt: skip
+    """A part of a row, with −inf for the tokens whose bit is clear in the mask of the row, if it has one."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    found = tl.full((), -1, tl.int64)
+    for start in range(0, G, 128):
+        g = start + tl.arange(0, 128)
+        begin = tl.load(ROW + g, mask=g < G, other=-1)
+        end = begin
+        if FIRST is not None:
+            end = tl.load(LENGTH + begin, mask=g < G, other=0)
+            begin = tl.load(FIRST + begin, mask=g < G, other=-1)
+            end += begin
+        mine = (g < G) & (begin <= row) & (row <= end)
+        found = tl.maximum(found, tl.max(tl.where(mine, g * PLACES + (row - begin), -1), 0))
+    j, x, _ = part_of(LOGITS, row, part, V, EACH)
+    if found >= 0:
+        word = tl.load(MASK + found * ((V + 31) // 32) + j // 32, mask=j < V, other=-1)
+        x = tl.where(((word >> (j % 32)) & 1) == 0, float("-inf"), x)
+    tl.store(OUT + row * V + j, x, mask=j < V)
+
+
+def _allowed(logits: Tensor, mask_row: Tensor, mask: Tensor, first: Tensor | None, length: Tensor | None) -> Tensor:
+    """Copy of the logits with −inf where masks forbid, which penalties and finite biases leave −inf."""
+    logits = contiguous(logits)
+    (B, V), G = logits.shape, mask_row.numel()
+    if not G:
+        return logits.clone()
+    out, places = empty((B, V), dtype=float32, device=logits.device), 1 if first is None else mask.shape[1]
+    given = (logits, out, contiguous(mask_row), contiguous(mask), first, length, G)
+    sizes = dict(V=V, EACH=part_size(V), PLACES=places)
+    launch(_copy_allowed, (B, blocks(V, part_size(V))), *given, warps=8, **sizes)
+    return out
 
 
 def adjust_logits(
@@ -73,7 +101,7 @@ def adjust_logits(
     words = mask.shape[1]
     if logits.dtype is not float32 or mask.dtype is not int32 or (mask_row.numel() and words != blocks(V, 32)):
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}, masks {tuple(mask.shape)} {mask.dtype}")
-    out = contiguous(logits).clone()
+    out = _allowed(logits, mask_row, mask, None, None)
     if P := row.numel():
         pairs = [contiguous(t) for t in (row, token, count, presence, frequency, repetition)]
         launch(_penalise, (blocks(P, 128),), out, *pairs, P, V, BLOCK=128)
@@ -81,8 +109,6 @@ def adjust_logits(
         launch(
             _add_bias, (blocks(Q, 128),), out, *(contiguous(t) for t in (bias_row, bias_token, bias)), Q, V, BLOCK=128
         )
-    if G := mask_row.numel():
-        launch(_hide, (blocks(V, 1024), G), out, contiguous(mask_row), contiguous(mask), V, words, BLOCK=1024)
     return out
 
 
@@ -149,17 +175,6 @@ def _add_biases(OUT, FIRST, LENGTH, ROW, TOKEN, BIAS, Q, V, PLACES: tl.constexpr
         tl.store(at, tl.load(at, mask=there, other=0.0) + bias, mask=there)
 
 
-@triton.jit(do_not_specialize=["V", "words"], do_not_specialize_on_alignment=["FIRST", "LENGTH"])
-def _hide_places(OUT, FIRST, LENGTH, ROW, MASK, V, words, PLACES: tl.constexpr, BLOCK: tl.constexpr):
-    g, place = (tl.program_id(1) // PLACES).to(tl.int64), tl.program_id(1) % PLACES
-    b = tl.load(ROW + g)
-    if place <= tl.load(LENGTH + b):
-        j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        word = tl.load(MASK + (g * PLACES + place) * words + j // 32, mask=j < V, other=-1)
-        to = OUT + (tl.load(FIRST + b) + place) * V + j
-        tl.store(to, tl.full((BLOCK,), float("-inf"), tl.float32), mask=(j < V) & (((word >> (j % 32)) & 1) == 0))
-
-
 def adjust_verify_logits(
     num: Numerics,
     logits: Tensor,
@@ -183,8 +198,8 @@ def adjust_verify_logits(
     V, (B, J), words = logits.shape[1], drafts.shape, mask.shape[2]
     if logits.dtype is not float32 or mask.dtype is not int32 or (mask_row.numel() and words != blocks(V, 32)):
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}, masks {tuple(mask.shape)} {mask.dtype}")
-    out = contiguous(logits).clone()
     where = [contiguous(t) for t in (drafts, first, length)]
+    out = _allowed(logits, mask_row, mask, *where[1:])
     pairs = [contiguous(t) for t in (row, token)]
     penalties = [contiguous(t) for t in (presence, frequency, repetition)]
     P = row.numel()
@@ -197,10 +212,6 @@ def adjust_verify_logits(
     if Q := bias_row.numel():
         biases = [contiguous(t) for t in (bias_row, bias_token, bias)]
         launch(_add_biases, (blocks(Q, 128),), out, *where[1:], *biases, Q, V, PLACES=J + 1, BLOCK=128)
-    if G := mask_row.numel():
-        masks = contiguous(mask_row), contiguous(mask)
-        grid = (blocks(V, 1024), G * (J + 1))
-        launch(_hide_places, grid, out, *where[1:], *masks, V, words, PLACES=J + 1, BLOCK=1024)
     return out
 
 

@@ -168,7 +168,7 @@ def list_bin(LOGITS, LISTED, BEFORE, KEYS, IDS, V: tl.constexpr, PARTS: tl.const
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lowest, highest = tl.load(LISTED + row * 3), tl.load(LISTED + row * 3 + 1)
     if lowest <= highest:
-        j, x, key = part_of(LOGITS, row, part, V, EACH)
+        j, _, key = part_of(LOGITS, row, part, V, EACH)
         mine = (key >= lowest) & (key <= highest) & (j < V)
         four = tl.sum(mine.to(tl.int32), 1)
         before = tl.load(BEFORE + row * PARTS + part) + tl.cumsum(four, 0) - four
