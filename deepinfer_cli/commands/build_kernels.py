@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import partial
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
     from deepinfer_kernels.cpp import Source
     from deepinfer_kernels.kernel_cache import Built
 
-_COLUMNS = ("op", "backend", "status", "seconds", "file", "reason")
-Row = tuple[str, str, str, float, str | None, str | None]
+_COLUMNS = ("op", "backend", "kernel", "sizes", "status", "seconds", "file", "reason")
 _FORMATS = (OutputFormat.table, OutputFormat.json, OutputFormat.jsonl, OutputFormat.csv)
 
 
@@ -81,7 +82,7 @@ def command(
     For the CPU, operations of one family share a library, compiled once per source, compiler and CPU; eplb_plan is
     the planner's inner loop. GPU kernels are cubins for the shapes of a model and the expert slots of a rank of the
     profile, by Triton and by TileLang where that is installed; no GPU is needed. Engines use what is there when they
-    start.
+    start. The table has the sizes in which kernels of one name differ, the other formats have all of them.
 
     For Ascend 950, operations that have a form are lowered to AscendC source, and to binaries where CANN's compiler is;
     what is known of each stands in its row.
@@ -137,25 +138,76 @@ def command(
             tools, rows = _for_gpu(platform, wanted, model, chosen, cache, dry_run, note)
     except BuildError as exc:
         raise NotReadyError(str(exc), hint=exc.hint) from None
-    if format is OutputFormat.json:
-        content = {"target": str(platform), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
-        objects = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
-        render.deliver(render.json_text(render.document("build-kernels", {**content, "rows": objects})), out)
-    else:
-        render.deliver(render.rows_text(format, "build-kernels", _COLUMNS, rows), out)
-    failed = [row for row in rows if row[2] == "failed"]
+    content = {"target": str(platform), "compiler": tools, "cache": str(cache), "dry_run": dry_run}
+    render.deliver(_text(rows, content, format), out)
+    failed = [(row, short) for row, short in zip(rows, _short(rows), strict=True) if row.status == "failed"]
     if failed:
+        row, short = failed[0]
+        what = f"{row.op}, {row.kernel}{f' ({short})' if short else ''}"
         raise ArtefactError(
-            f"{len(failed)} of {len(rows)} kernels were not built, first of {failed[0][0]}: {failed[0][5]}",
+            f"{len(failed)} of {len(rows)} kernels were not built, first of {what}: {row.reason}",
             hint=f"compiled with {tools}; g++ 12 or newer, triton 3.6 to 3.8 and nvcc 13.0 are known to work",
         )
-    sources = len({row[4] for row in rows if row[2] == "source-only"})
+    sources = len({row.file for row in rows if row.status == "source-only"})
     if sources and not dry_run:
         from deepinfer_kernels.ascend.families import BISHENG
 
         raise NotReadyError(
             f"{sources} programs are AscendC source and none is a binary: bisheng is not on the path", hint=BISHENG
         )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one kernel for one operation. ``sizes``: all that it is made for, by name."""
+
+    op: str
+    backend: str
+    kernel: str | None
+    sizes: Mapping[str, int | str | bool | None]
+    status: str
+    seconds: float
+    file: str | None
+    reason: str | None
+
+    @classmethod
+    def of(cls, op: str, backend: str, built: Built, sizes: Mapping[str, int | str | bool | None] | None = None) -> Row:
+        path = None if built.path is None else str(built.path)
+        return cls(op, backend, built.name, sizes or {}, built.status, round(built.seconds, 2), path, built.detail)
+
+    @classmethod
+    def skipped(cls, op: str, backend: str, reason: str) -> Row:
+        return cls(op, backend, None, {}, "skipped", 0.0, None, reason)
+
+
+def _text(rows: list[Row], content: dict[str, object], format: OutputFormat) -> str:
+    """Rows in any form: an object of sizes in JSON, all of them in CSV, those that tell kernels apart in a table."""
+    if format in (OutputFormat.json, OutputFormat.jsonl):
+        objects = [{name: getattr(row, name) for name in _COLUMNS} for row in rows]
+        if format is OutputFormat.jsonl:
+            return "".join(render.json_text(item, indent=None) for item in objects)
+        return render.json_text(render.document("build-kernels", {**content, "rows": objects}))
+    sizes = _short(rows) if format is OutputFormat.table else [_listed(row.sizes.items()) for row in rows]
+    cells = [
+        [text or None if name == "sizes" else getattr(row, name) for name in _COLUMNS]
+        for row, text in zip(rows, sizes, strict=True)
+    ]
+    return render.rows_text(format, "build-kernels", _COLUMNS, cells)
+
+
+def _short(rows: list[Row]) -> list[str]:
+    """The sizes of each row in which kernels of its name differ."""
+    seen: dict[tuple[str | None, str], set[int | str | bool | None]] = defaultdict(set)
+    for row in rows:
+        for name, value in row.sizes.items():
+            seen[row.kernel, name].add(value)
+    return [
+        _listed((name, value) for name, value in row.sizes.items() if len(seen[row.kernel, name]) > 1) for row in rows
+    ]
+
+
+def _listed(sizes: Iterable[tuple[str, int | str | bool | None]]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sizes)
 
 
 Note = Callable[[str], None]
@@ -172,7 +224,7 @@ def _for_cpu(ops: Names, cache: Path, dry_run: bool, note: Note) -> tuple[str, l
     compiler = cpp.Compiler.find()
     made = (cpp.plan if dry_run else partial(cpp.build, note=note))([source for source, _ in wanted], compiler, cache)
     return f"{compiler.path} ({compiler.version})", [
-        row for b in made for op in operations[b.name] for row in [_row(op, "cpu", b)]
+        row for b in made for op in operations[b.name] for row in [Row.of(op, "cpu", b)]
     ]
 
 
@@ -201,7 +253,7 @@ def _for_gpu(
     do = kernel_cache.plan if dry_run else partial(kernel_cache.build, note=note)
     kernels = build.kernels((op, call) for op, call in found if op in wanted)
     made = do(build.jobs(kernels, platform, cache))
-    rows = [_row(k.op, "triton", b) for k, b in zip(kernels, made, strict=True)]
+    rows = [Row.of(k.op, "triton", b, k.sizes) for k, b in zip(kernels, made, strict=True)]
     tools = build.toolchain(platform)
     also = [name for names in tilelang.FAMILIES.values() for name in names if name in wanted]
     if not also:
@@ -210,7 +262,7 @@ def _for_gpu(
     if reason is not None:
         if "tilelang" in (profile.kernels.backend, *dict(profile.kernels.overrides).values()):
             _need("tilelang", platform, reason)
-        return tools, rows + [(op, "tilelang", "skipped", 0.0, None, reason) for op in also]
+        return tools, rows + [Row.skipped(op, "tilelang", reason) for op in also]
     from deepinfer_kernels.tilelang import build as programs
     from deepinfer_kernels.tilelang import shapes as launches
 
@@ -218,7 +270,7 @@ def _for_gpu(
     more = programs.kernels((op, call) for op, call in calls if op in also)
     made = do(programs.jobs(more, platform, cache))
     return f"{tools}; {programs.toolchain()}", rows + [
-        _row(k.op, "tilelang", b) for k, b in zip(more, made, strict=True)
+        Row.of(k.op, "tilelang", b, k.sizes) for k, b in zip(more, made, strict=True)
     ]
 
 
@@ -236,9 +288,10 @@ def _for_ascend(
     found = families.programs(kernel_shapes(find_model(model).config, profile))
     programs = [program for program in found if program.name in needed]
     made = build.plan(programs, cache) if dry_run else build.build(programs, cache, note)
-    rows = [_row(op, "ascend", b) for p, b in zip(programs, made, strict=True) for op in p.ops if op in wanted]
+    pairs = zip(programs, made, strict=True)
+    rows = [Row.of(op, "ascend", b, dict(p.sizes)) for p, b in pairs for op in p.ops if op in wanted]
     if ops is None:
-        rows += [(op, "reference", "skipped", 0.0, None, families.NO_FORM) for op in families.without_form()]
+        rows += [Row.skipped(op, "reference", families.NO_FORM) for op in families.without_form()]
     return build.toolchain(), rows
 
 
@@ -247,11 +300,6 @@ def _need(tool: str, platform: str, reason: str | None) -> None:
     if reason is not None:
         what, _, install = reason.partition(": ")
         raise NotReadyError(f"kernels for {platform} are compiled by {tool}, and {what}", hint=install)
-
-
-def _row(op: str, backend: str, built: Built) -> Row:
-    path = None if built.path is None else str(built.path)
-    return op, backend, built.status, round(built.seconds, 2), path, built.detail
 
 
 def _named(ops: Names, known: list[str], platform: str) -> list[str]:

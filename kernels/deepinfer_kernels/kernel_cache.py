@@ -11,12 +11,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +28,8 @@ from deepinfer_kernels.processes import BuildError, spawned, terminable
 _PATIENCE_S = 1.5
 #: what the system says when a disk takes no more; compilers pass it on in words
 _FULL = (*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)), "File size limit exceeded")
+#: how compilers begin the message of an error, which a heading like "Compilation error:" has none of
+_SAYS = re.compile(r"\b(error|fatal)\b[^:]*:\s*\S", re.IGNORECASE)
 _ROOM = "make room there, or set kernels.cache_dir to a writable folder"
 
 
@@ -149,9 +153,11 @@ def _make(job: Job) -> Built:
 
 
 def reason(said: str) -> str | None:
-    """The first line of a compiler's output that speaks of an error, or its first line."""
+    """The first line of a compiler's output that says an error, or speaks of one, or its first line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else None)
+    says = (line for line in lines if _SAYS.search(line))
+    speaks = (line for line in lines if "error" in line.lower())
+    return next(chain(says, speaks, lines), None)
 
 
 def refuse_full_disk(said: str, folder: Path) -> None:

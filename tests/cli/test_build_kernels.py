@@ -98,6 +98,51 @@ def test_every_gpu_kernel_of_the_release_is_known_without_compiling(capsys, cach
     assert {r["op"] for r in json.loads(out)["rows"]} == {n for f in FAMILIES.values() for n in f} - made_of_bytes
 
 
+def test_no_two_rows_of_gpu_kernels_look_alike(capsys, cache):
+    needs_triton()
+    arguments = ["--target", "sm90", "--model", "deepseek-v4.1-flash", "--dry-run", *cache, "--profile", "decode-ep64"]
+    rows = json.loads(run([*arguments, "--format", "json"], capsys)[1])["rows"]
+    listed = list(csv.DictReader(io.StringIO(run([*arguments, "--format", "csv"], capsys)[1])))
+    shown = run([*arguments, "--format", "table"], capsys)[1].splitlines()[1:]
+    made = [i for i, row in enumerate(rows) if row["status"] != "skipped"]
+    assert len(rows) == len(listed) == len(shown) and len(made) > 200
+    assert len({shown[i] for i in made}) == len({str(listed[i]) for i in made}) == len(made)
+    product = next(i for i in made if rows[i]["kernel"] == "linear.linear")
+    sizes = rows[product]["sizes"]
+    assert {"N", "K", "BN", "BT", "BK", "num_warps"} <= set(sizes) and sizes["X"] == "*bf16"
+    assert listed[product]["sizes"] == ", ".join(f"{name}={value}" for name, value in sizes.items())
+    assert f"N={sizes['N']}, K={sizes['K']}, " in shown[product] and "X=" not in shown[product], "all take bf16"
+
+
+def test_a_gpu_kernel_that_fails_is_named_with_the_line_of_its_compiler(capfd, cache, tmp_path, monkeypatch):
+    needs_triton()
+    version = "Cuda compilation tools, release 12.9, V12.9.86"
+    line = "ptxas x.ptx, line 7; error   : Arguments mismatch for instruction"
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit 0\necho "{line}" >&2\nexit 255\n')
+    ptxas.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(ptxas))
+    code = cli.main(["build-kernels", "--target", "sm90", "--ops", "rms_norm", "--format", "jsonl", *cache])
+    out, err = capfd.readouterr()
+    rows = [json.loads(row) for row in out.splitlines()]
+    assert code == 4 and {row["reason"] for row in rows} == {line}
+    assert f"3 of 3 kernels were not built, first of rms_norm, norm.rms_norm (H={rows[0]['sizes']['H']}" in err
+    assert f"): {line}\n" in err
+
+
+def test_a_gpu_kernel_that_triton_refuses_has_its_message_and_the_line_that_it_is_about(tmp_path):
+    needs_triton()
+    from deepinfer_kernels.triton.build import Kernel, compile_one
+
+    arguments = {"X": "*bf16", "W": "*bf16", "Y": "*bf16", "rows": "i32", "eps": "fp32"}
+    constants = {"H": 3, "ROWS": 1, "BLOCK": 3}
+    signature = (*arguments.items(), *dict.fromkeys(constants, "constexpr").items())
+    numbered = tuple(enumerate(constants.values(), len(arguments)))
+    kernel = Kernel("rms_norm", "deepinfer_kernels.triton.norm", "_rms_norm", signature, numbered, (), ())
+    with pytest.raises(RuntimeError, match=r"^col = tl\.arange\(0, BLOCK\).*: error: .*power of 2"):
+        compile_one(kernel, "sm90", tmp_path)
+
+
 def test_gpu_kernels_need_triton(capsys, cache, monkeypatch):
     from deepinfer_kernels.triton import families
 
@@ -162,7 +207,7 @@ def test_a_failing_compiler_is_exit_4_with_its_message(capsys, cache, compiler, 
     compiler(then="echo 'x.cpp:1:1: error: no such thing' >&2; exit 1")
     code, out, err = run(["--target", "cpu", "--ops", "rope", *cache], capsys)
     assert code == 4 and "failed" in out
-    assert "1 of 1 kernels were not built, first of rope: x.cpp:1:1: error: no such thing" in err
+    assert "1 of 1 kernels were not built, first of rope, norm: x.cpp:1:1: error: no such thing" in err
     assert [p.name for p in (tmp_path / "kernels" / "cpu").iterdir()] == [".lock"]
 
 

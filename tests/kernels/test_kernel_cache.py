@@ -155,3 +155,18 @@ def test_a_file_that_does_not_fit_leaves_nothing_that_could_be_taken_for_it(tmp_
     assert done.stdout == f"the kernel cache {tmp_path} cannot be written: File too large\n"
     assert not list(tmp_path.glob("*.so"))
     assert build(job(tmp_path))[0].status == "built" and not list(tmp_path.glob(".*.part"))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("In file included from x.h:1\nx.cpp:1:1: error: no such thing\nnote", "x.cpp:1:1: error: no such thing"),
+        ("Compilation error:\nx.cu(12): error: too few arguments", "x.cu(12): error: too few arguments"),
+        ("ptxas fatal   : Unresolved extern function 'f'", "ptxas fatal   : Unresolved extern function 'f'"),
+        ("a linker\nhas errors", "has errors"),
+        ("\n killed\n", "killed"),
+        ("", None),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_first_line_that_says_an_error(said, reason):
+    assert kernel_cache.reason(said) == reason

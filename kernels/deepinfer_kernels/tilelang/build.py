@@ -37,6 +37,14 @@ class Kernel:
     op: str
     call: Call
 
+    @property
+    def name(self) -> str:
+        return self.call.program
+
+    @property
+    def sizes(self) -> dict[str, int | str]:
+        return dict(self.call.sizes)
+
 
 def toolchain() -> str:
     """Versions of what compiles: tilelang with what it loads, the nvcc it calls, the C++ compiler of launching code.

@@ -14,8 +14,10 @@ import base64
 import hashlib
 import importlib
 import importlib.metadata
+import io
 import json
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +28,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource, CompilationError, make_backend
 from triton.runtime.cache import get_cache_key
+from triton.runtime.errors import PTXASError
 
 from deepinfer_kernels.kernel_cache import Job
 from deepinfer_kernels.triton.launch import Call
@@ -76,6 +79,17 @@ class Kernel:
         return cls(op, fn.__module__, fn.__name__, tuple(signature), tuple(constants), tuple(aligned), options)
 
     @property
+    def name(self) -> str:
+        """The function and the module that it is in."""
+        return f"{self.module.rpartition('.')[2]}.{self.function.lstrip('_')}"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What tells it from others of its name: constants, the types of the other arguments, options."""
+        constants = {self.signature[i][0]: value for i, value in self.constants}
+        return {name: constants.get(name, kind) for name, kind in self.signature} | dict(self.options)
+
+    @property
     def source(self) -> ASTSource:
         """What Triton compiles."""
         return ASTSource(
@@ -112,10 +126,10 @@ def jobs(wanted: Iterable[Kernel], platform: str, cache: Path) -> list[Job]:
     """What makes each kernel's cubin; one that Triton would not find at run time is made again."""
     folder, made = cache / platform, []
     for kernel in wanted:
-        name, key = kernel.function.lstrip("_"), kernel.key(platform)
+        stem, key = kernel.function.lstrip("_"), kernel.key(platform)
         entry = folder / "triton" / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
         compiled, served = partial(compile_one, kernel, platform, folder), partial(_serves, entry, kernel.function)
-        made.append(Job(name, folder, f"{name}-{key[:16]}", "cubin", compiled, served))
+        made.append(Job(kernel.name, folder, f"{stem}-{key[:16]}", "cubin", compiled, served))
     return made
 
 
@@ -131,8 +145,23 @@ def _serves(entry: Path, function: str, cubin: Path) -> bool:
 
 
 def compile_one(kernel: Kernel, platform: str, folder: Path) -> bytes:
-    """The cubin of a kernel, which Triton keeps in a folder too."""
-    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+    """The cubin of a kernel, which Triton keeps in a folder too. Raises ``RuntimeError`` with what a compiler says."""
+    # Triton prints the whole assembly beside an error of ptxas, and stdout is not for that
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope(), redirect_stdout(io.StringIO()):
         triton.knobs.cache.dir = str(folder / "triton")
         triton.knobs.compilation.always_compile = True  # what is there may be damaged
-        return triton.compile(kernel.source, target=_target(platform), options=dict(kernel.options)).asm["cubin"]
+        try:
+            return triton.compile(kernel.source, target=_target(platform), options=dict(kernel.options)).asm["cubin"]
+        except CompilationError as exc:
+            raise RuntimeError(_said(exc)) from exc
+        except PTXASError as exc:
+            raise RuntimeError(str(exc).partition("stderr:\n")[2].strip() or str(exc)) from exc
+
+
+def _said(exc: CompilationError) -> str:
+    """The message at the innermost of the calls that a compilation error went through, and the line it is about."""
+    while isinstance(exc.__cause__, CompilationError):
+        exc = exc.__cause__
+    lines, number = (exc.src or "").splitlines(), getattr(exc.node, "lineno", 0)
+    about = f"{lines[number - 1].strip()}: " if 0 < number <= len(lines) else ""
+    return f"{about}error: {' '.join((exc.error_message or 'it does not compile').split())}"
