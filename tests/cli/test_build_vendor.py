@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -103,7 +104,40 @@ def test_a_tool_that_is_absent_has_nothing_found(machine, capsys, tmp_path):
     (tmp_path / "bin" / "nvcc").unlink()
     code, out, _ = run(["--vendor", "deep_gemm", *arguments], capsys)
     row = next(r for r in json.loads(out)["rows"] if r["what"].startswith("nvcc"))
-    assert code == 3 and row["found"] is None and "CUDA_HOME" in row["next"]
+    assert code == 3 and row["found"] is None
+    assert row["next"].startswith(
+        "there is no nvcc in PATH, nor in the package nvidia-cuda-nvcc: pip install 'nvidia-cuda"
+    )
+
+
+def test_the_nvcc_of_a_package_is_taken_and_told_to_the_build(machine, capsys, tmp_path, monkeypatch):
+    arguments = machine()
+    home = tmp_path / "site" / "nvidia" / "cu13"
+    (home / "bin").mkdir(parents=True)
+    (tmp_path / "bin" / "nvcc").rename(home / "bin" / "nvcc")
+    monkeypatch.setattr(
+        build.cuda_tools.find,
+        "__defaults__",
+        (*build.cuda_tools.find.__defaults__[:2], lambda package, name: str(home / "bin" / name)),
+    )
+    code, out, _ = run(["--vendor", "deep_gemm", "--dry-run", *arguments], capsys)
+    rows = json.loads(out)["rows"]
+    assert code == 0 and "ok" in {r["status"] for r in rows if r["what"].startswith("nvcc")}
+    assert f"CUDA_HOME={home} " in rows[-1]["what"]
+
+
+@pytest.mark.parametrize("name", list(libraries.LIBRARIES))
+def test_whatever_is_missing_names_what_installs_it(machine, capsys, tmp_path, monkeypatch, name):
+    arguments = machine(cuda=None)
+    for tool in ("g++", "nvcc", "git"):
+        (tmp_path / "bin" / tool).unlink()
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build.sys, "version", "3.11.2 x")
+    _, out, _ = run(["--vendor", name, *arguments], capsys)
+    missing = [r for r in json.loads(out)["rows"] if r["status"] == "missing"]
+    assert len(missing) >= 3
+    for row in missing:
+        assert re.search(r"pip install |apt install |ensurepip|git clone|--source", row["next"]), row
 
 
 def test_a_library_without_a_known_commit_needs_a_tree(machine, capsys):

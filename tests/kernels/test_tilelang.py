@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepinfer_kernels import kernel_cache
+from deepinfer_kernels import cuda_tools, kernel_cache
 from deepinfer_kernels.registry import IMPLEMENTATIONS
 from deepinfer_kernels.tilelang import families, launch
 from deepinfer_kernels.tilelang.experts import _FEW, _MANY
@@ -30,13 +29,11 @@ def needs_compiler() -> None:
 
 def disassembled(cubin: bytes, path: Path) -> str:
     """SASS of a kernel, by the disassembler of CUDA or of triton's package."""
-    spec = importlib.util.find_spec("triton")
-    also = Path(spec.origin).parent / "backends/nvidia/bin" if spec and spec.origin else path
-    tool = shutil.which("nvdisasm", path=f"{os.environ['PATH']}:{also}")
-    if tool is None:
-        pytest.skip("needs nvdisasm: pip install 'deepinfer-cli[cuda]'")
+    tool = cuda_tools.find("nvdisasm")
+    if tool.path is None:
+        pytest.skip(f"{tool.absence}: {tool.fix()}")
     path.write_bytes(cubin)
-    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool.path, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
 #: program, sizes, platform → what its products run on
@@ -118,8 +115,8 @@ def test_what_is_missing_is_said_with_what_to_install(monkeypatch, tmp_path):
     monkeypatch.undo()
     needs_compiler()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert families.nvcc() is None
-    assert "pip install nvidia-cuda-nvcc" in (families.uncompilable() or "")
+    said = f"there is no nvcc in CUDA_HOME ({tmp_path}/bin): pip install nvidia-cuda-nvcc nvidia-cuda-cccl and unset"
+    assert (families.uncompilable() or "").startswith(said)
     monkeypatch.undo()
     monkeypatch.setattr(families.importlib.metadata, "version", lambda name: "0.1.16")
     assert "kernels are written for 0.1.15" in (families.unusable() or "")

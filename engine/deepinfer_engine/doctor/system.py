@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepinfer_kernels import cuda_tools
+
 #: Longest time a tool may take to print its version; importing a CUDA library in a child needs the longer one.
 _TOOL_SECONDS = 20
 _IMPORT_SECONDS = 120
@@ -63,6 +65,13 @@ class System:
 
     def which(self, tool: str) -> str | None:
         return shutil.which(tool, path=self.environ.get("PATH"))
+
+    def cuda_tool(self, name: cuda_tools.Name) -> cuda_tools.Found:
+        return cuda_tools.find(name, self.environ, self.which, self.package_file)
+
+    def package_file(self, package: str, name: str) -> str | None:
+        """The file of that name which an installed distribution has; None without one."""
+        return cuda_tools.of_package(package, name)
 
     def output(self, *argv: str, seconds: int = _TOOL_SECONDS) -> str | None:
         """stdout and stderr of a tool that ended well; None when it is absent, fails or takes too long."""

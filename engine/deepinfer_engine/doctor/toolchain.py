@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from deepinfer_engine.doctor.finding import Finding, passed, warned
 from deepinfer_engine.doctor.system import System, at_least
@@ -19,7 +20,8 @@ def check_tools(system: System, platform: str) -> Sequence[Finding]:
     """The tools of one platform: a C++ compiler everywhere, then what CUDA or CANN kernels need."""
     findings = [_cxx(system)]
     if platform.startswith("sm"):
-        findings += [_nvcc(system), _package(system, "triton", _TRITON_MIN), _tilelang(system), _cuobjdump(system)]
+        findings += [_nvcc(system), _package(system, "triton", _TRITON_MIN), _tilelang(system)]
+        findings += [_inspector(system, "cuobjdump"), _inspector(system, "nvdisasm")]
     if platform.startswith("ascend"):
         findings += [_bisheng(system), _tilelang(system)]
     return findings
@@ -36,23 +38,23 @@ def _cxx(system: System) -> Finding:
     if match is None:
         return warned("C++ compiler", f"{path} does not print a version", "set CXX to a working compiler")
     if not at_least(match[0], _GXX_MIN):
-        return warned("C++ compiler", f"{path} {match[0]}, C++20 needs {_GXX_MIN}", f"install g++ {_GXX_MIN} or newer")
+        return warned(
+            "C++ compiler",
+            f"{path} {match[0]}, C++20 needs {_GXX_MIN}",
+            f"apt install g++-{_GXX_MIN}, and name it in CXX",
+        )
     return passed("C++ compiler", f"{path} {match[0]}")
 
 
 def _nvcc(system: System) -> Finding:
-    home = system.environ.get("CUDA_HOME")
-    path = (f"{home}/bin/nvcc" if home and system.path(f"{home}/bin/nvcc").exists() else None) or system.which("nvcc")
-    fix = f"install the CUDA toolkit {_NVCC_MIN} or newer, or pip install nvidia-cuda-nvcc, and set CUDA_HOME"
-    if path is None and "nvidia-cuda-nvcc" in system.distributions:
-        return passed("nvcc", f"of the package nvidia-cuda-nvcc {system.distributions['nvidia-cuda-nvcc'].version}")
-    if path is None:
-        return warned("nvcc", "not found in CUDA_HOME nor on PATH; TileLang kernels cannot be built", fix)
-    match = re.search(r"release (\d+\.\d+)", system.output(path, "--version") or "")
+    nvcc = system.cuda_tool("nvcc")
+    if nvcc.path is None:
+        return warned("nvcc", f"{nvcc.absence}; TileLang kernels cannot be built", nvcc.fix(_NVCC_MIN))
+    match = re.search(r"release (\d+\.\d+)", system.output(nvcc.path, "--version") or "")
     if match is None or not at_least(match[1], _NVCC_MIN):
         version = match[1] if match else "of unknown version"
-        return warned("nvcc", f"{path} {version}, sm_100 needs {_NVCC_MIN}", fix)
-    return passed("nvcc", f"{path} {match[1]}")
+        return warned("nvcc", f"{nvcc.path} {version}, sm_100 needs {_NVCC_MIN}", nvcc.fix(_NVCC_MIN))
+    return passed("nvcc", f"{nvcc.path} {match[1]}")
 
 
 def _package(system: System, name: str, minimum: str) -> Finding:
@@ -80,13 +82,11 @@ def _tilelang(system: System) -> Finding:
     return passed("tilelang", have.version)
 
 
-def _cuobjdump(system: System) -> Finding:
-    path = system.which("cuobjdump")
-    if path is None:
-        return warned(
-            "cuobjdump", "not on PATH; compiled kernels cannot be inspected", "pip install nvidia-cuda-cuobjdump"
-        )
-    return passed("cuobjdump", path)
+def _inspector(system: System, name: Literal["cuobjdump", "nvdisasm"]) -> Finding:
+    tool = system.cuda_tool(name)
+    if tool.path is None:
+        return warned(name, f"{tool.absence}; compiled kernels cannot be inspected", tool.fix())
+    return passed(name, tool.path)
 
 
 def _bisheng(system: System) -> Finding:

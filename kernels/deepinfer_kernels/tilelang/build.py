@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from deepinfer_kernels import kernel_cache
+from deepinfer_kernels import cuda_tools, kernel_cache
 from deepinfer_kernels.kernel_cache import Job
 from deepinfer_kernels.processes import BuildError, answer
 from deepinfer_kernels.tilelang import families
@@ -53,7 +53,7 @@ def toolchain() -> str:
     """
     found = [f"{name} {importlib.metadata.version(name)}" for name in ("tilelang", "apache-tvm-ffi", "z3-solver")]
     for name, path, hint in (
-        ("nvcc", families.nvcc(), "name a CUDA toolkit in CUDA_HOME"),
+        ("nvcc", cuda_tools.find("nvcc").path, "name a CUDA toolkit in CUDA_HOME"),
         ("C++ compiler", families.host_compiler(), "apt install g++, or name one in CXX"),
     ):
         said = answer(path, "--version") if path else None

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from deepinfer_kernels import cuda_tools
 from deepinfer_kernels.kernel_cache import default_cache
 
 #: module of operations → its operations
@@ -95,8 +96,9 @@ def uncompilable() -> str | None:
         return reason
     if importlib.util.find_spec("z3") is None:
         return "z3 is not installed: pip install 'deepinfer-cli[tilelang]'"
-    if nvcc() is None:
-        return "there is no nvcc in CUDA_HOME nor on the path: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
+    nvcc = cuda_tools.find("nvcc")
+    if nvcc.path is None:
+        return f"{nvcc.absence}: {nvcc.fix()}"
     if host_compiler() is None:
         return "there is no C++ compiler for the code that launches: apt install g++, or name one in CXX"
     return None
@@ -107,21 +109,6 @@ def host_compiler() -> str | None:
     named = os.environ.get("CXX") or os.environ.get("CC")
     wanted = (named,) if named else ("g++", "gcc", "clang++", "clang", "c++", "cc")
     return next(filter(None, map(shutil.which, wanted)), None)
-
-
-def nvcc() -> str | None:
-    """The compiler that TileLang will call: of $CUDA_HOME, on the path, or of the package nvidia-cuda-nvcc."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is not None:
-        return shutil.which("nvcc", path=str(Path(home) / "bin"))
-    found = shutil.which("nvcc")
-    if found is not None:
-        return found
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((str(file.locate()) for file in files if file.name == "nvcc"), None)
 
 
 @functools.cache

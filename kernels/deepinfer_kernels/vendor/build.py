@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepinfer_kernels import kernel_cache
+from deepinfer_kernels import cuda_tools, kernel_cache
 from deepinfer_kernels.processes import Programs, answer
 from deepinfer_kernels.vendor.libraries import LIBRARIES, MADE_OF, Library, site
 
@@ -129,6 +129,10 @@ def plan(name: str, cache: Path, *, source: Path | None = None, platform: str | 
     return Plan(name, target, tuple(needs), tuple(steps), made_of, _note(library, source, platform))
 
 
+#: variables that say where something is, not what is made
+_PLACES = ("CPATH", "CUDA_HOME")
+
+
 def _made_of(library: Library, source: Path | None, install: Step) -> tuple[tuple[str, str], ...]:
     """What makes another library of the same name: its state, its variables, and what it is compiled against."""
     try:
@@ -137,7 +141,7 @@ def _made_of(library: Library, source: Path | None, install: Step) -> tuple[tupl
         torch = "none"
     return (
         ("state", str(library.commit or library.distribution) if source is None else _digest(source)),
-        ("variables", " ".join(f"{name}={value}" for name, value in install.variables if name != "CPATH")),
+        ("variables", " ".join(f"{name}={value}" for name, value in install.variables if name not in _PLACES)),
         ("torch", torch),
         ("python", f"{sys.version_info.major}.{sys.version_info.minor}"),
     )
@@ -194,12 +198,15 @@ def _install(library: Library, wanted: str, target: Path, platform: str | None) 
     }.get(library.name, {})
     if library.name == "flash_mla" and (headers := _cccl()):  # CUDA 13 moved them, its build does not know
         variables = {**variables, "CPATH": os.pathsep.join(p for p in (headers, os.environ.get("CPATH")) if p)}
+    nvcc = cuda_tools.find("nvcc")
+    if nvcc.path is not None and nvcc.package is not None:  # torch's extensions would not look there
+        variables = {**variables, "CUDA_HOME": str(Path(nvcc.path).parents[1])}
     return Step("build", (*pip, "--no-build-isolation", wanted), tuple(variables.items()))
 
 
 def _cccl() -> str | None:
     """The folder of CUDA's C++ headers where it is one of its own."""
-    nvcc = _nvcc_path()
+    nvcc = cuda_tools.find("nvcc").path
     folder = Path(nvcc).resolve().parents[1] / "include" / "cccl" if nvcc else None
     return str(folder) if folder is not None and folder.is_dir() else None
 
@@ -245,18 +252,13 @@ def _gxx(minimum: str) -> Callable[[str | None], Need]:
     return check
 
 
-def _nvcc_path() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    return (shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None) or shutil.which("nvcc")
-
-
 def _nvcc(oldest: dict[str, str]) -> Callable[[str | None], Need]:
     def check(platform: str | None) -> Need:
         minimum = oldest.get(platform or "sm100", oldest["sm100"])
-        path = _nvcc_path()
-        version = _version([path, "--version"], r"release (\d+\.\d+)") if path else None
-        fix = f"install the CUDA toolkit {minimum} or newer, and name its folder in CUDA_HOME"
-        return _judged("nvcc", minimum, f"{path} {version}" if version else None, fix)
+        nvcc = cuda_tools.find("nvcc")
+        version = _version([nvcc.path, "--version"], r"release (\d+\.\d+)") if nvcc.path else None
+        fix = nvcc.fix(minimum) if nvcc.path else f"{nvcc.absence}: {nvcc.fix(minimum)}"
+        return _judged("nvcc", minimum, f"{nvcc.path} {version}" if version else None, fix)
 
     return check
 
@@ -272,21 +274,28 @@ def _distribution(name: str, minimum: str, fix: str) -> Callable[[str | None], N
     return check
 
 
+#: its headers are what is compiled against
+_TORCH = "pip install --force-reinstall 'torch>=2.11,<2.15', whose default wheel on Linux is built for CUDA"
+
+
 def _torch(platform: str | None) -> Need:
     what = "torch built for CUDA"
     if importlib.util.find_spec("torch") is None:
-        return Need(what, None, "install a CUDA build of torch")
+        return Need(what, None, _TORCH)
     import torch
 
     cuda = torch.version.cuda
     found = f"torch {torch.__version__}"
-    return Need(
-        what, found, None if cuda else "install a CUDA build of torch; its headers are what is compiled against"
-    )
+    return Need(what, found, None if cuda else _TORCH)
 
 
 def _python(platform: str | None) -> Need:
-    return _judged("Python", "3.12", f"Python {sys.version.split()[0]}", "use Python 3.12 or newer")
+    return _judged(
+        "Python",
+        "3.12",
+        f"Python {sys.version.split()[0]}",
+        "apt install python3.12 python3.12-venv, and install deepinfer-cli there",
+    )
 
 
 def _pip(platform: str | None) -> Need:

@@ -32,6 +32,9 @@ class Machine(System):
     def which(self, tool):
         return f"/usr/bin/{tool}" if tool in self.tools else None
 
+    def package_file(self, package, name):
+        return f"/site/{package}/bin/{name}" if package in self.distributions and name in self.tools else None
+
     def output(self, *argv, seconds=20):
         return self.tools.get(argv[0].rsplit("/", 1)[-1])
 

@@ -263,15 +263,31 @@ def test_cpu_needs_a_compiler_only(tmp_path):
 
 def test_cuda_tools_are_each_reported(tmp_path):
     findings = toolchain.check_tools(Machine(tmp_path), "sm90")
-    for name in ("nvcc", "triton", "tilelang", "cuobjdump"):
+    for name in ("nvcc", "triton", "tilelang", "cuobjdump", "nvdisasm"):
         assert one(findings, name).status == "warn"
     machine = Machine(
         tmp_path,
-        tools={"g++": "g++ 13.2.0", "nvcc": "Cuda compilation tools, release 13.0, V13.0.48", "cuobjdump": "x"},
+        tools={"g++": "g++ 13.2.0", "nvcc": "Cuda compilation tools, release 13.0, V13.0.48", "cuobjdump": "x",
+               "nvdisasm": "x"},
         installed=[distribution("triton", "3.7.0"), distribution("tilelang", "0.1.15"),
                    distribution("apache-tvm-ffi", "0.1.12")],
     )  # fmt: skip
     assert {f.status for f in toolchain.check_tools(machine, "sm90")} == {"pass"}
+
+
+def test_an_nvcc_that_tilelang_would_not_find_does_not_pass(tmp_path):
+    tools = {"nvcc": "Cuda compilation tools, release 13.0, V13.0.48"}
+    machine = Machine(tmp_path, environ={"CUDA_HOME": str(tmp_path / "absent")}, tools=tools)
+    found = f"there is no nvcc in CUDA_HOME ({tmp_path / 'absent'}/bin)"
+    expect(toolchain.check_tools(machine, "sm90"), "nvcc", "warn", found, "unset CUDA_HOME")
+
+
+def test_the_nvcc_of_a_package_is_asked_for_its_version(tmp_path, monkeypatch):
+    package = [distribution("nvidia-cuda-nvcc", "13.0.48")]
+    for release, status in (("13.0", "pass"), ("12.4", "warn")):
+        machine = Machine(tmp_path, tools={"nvcc": f"tools, release {release}, V"}, installed=package)
+        monkeypatch.setattr(machine, "which", lambda tool: None)
+        assert one(toolchain.check_tools(machine, "sm90"), "nvcc").status == status
 
 
 def test_tools_of_wrong_versions_warn(tmp_path):
