@@ -107,6 +107,20 @@ def test_a_kernel_that_was_not_built_is_named_with_the_command_that_builds_it(tm
         launch.launch("attention.join", dict(N=3, D=64), torch.empty(1))
 
 
+@pytest.mark.parametrize("module", list(families.FAMILIES))
+def test_without_triton_nothing_is_given_to_tilelang(monkeypatch, tmp_path, module):
+    """Experts read weights as Triton packs them, and sizes without a program are Triton's."""
+    folder = tmp_path / "sm90"
+    folder.mkdir()
+    (folder / f"{module}.f-{families.source_key(module)}-0-0.so").touch()
+    monkeypatch.setattr(families, "platform", lambda: "sm90")
+    monkeypatch.setattr(families.triton, "unusable", lambda: None)
+    assert families.missing(module, tmp_path) is None
+    reason = "triton is not installed: pip install 'deepinfer-cli[cuda]'"
+    monkeypatch.setattr(families.triton, "unusable", lambda: reason)
+    assert families.missing(module, tmp_path) == f"goes with triton, and {reason}"
+
+
 def test_what_is_missing_is_said_with_what_to_install(monkeypatch, tmp_path):
     assert families.missing("attention", tmp_path) is not None, "no device, or nothing built"
     found = importlib.util.find_spec

@@ -16,6 +16,7 @@ from typing import Any
 
 from deepinfer_kernels import cuda_tools
 from deepinfer_kernels.kernel_cache import default_cache
+from deepinfer_kernels.triton import families as triton
 
 #: module of operations → its operations
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -48,6 +49,9 @@ def missing(module: str, cache: Path | None = None) -> str | None:
     here = platform()
     if not here.startswith("sm"):
         return here
+    reason = triton.unusable()
+    if reason is not None:  # it packs the weights of experts, and takes the sizes that programs have no form for
+        return f"goes with triton, and {reason}"
     built = (cache or default_cache()) / here
     if next(built.glob(f"{module}.*-{source_key(module)}-*.so"), None) is None:
         return f"not built for this device: deepinfer build-kernels --target {here}"
