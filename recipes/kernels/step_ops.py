@@ -93,6 +93,9 @@ def cases() -> Iterator[OpCase]:
     )
     kept = ids(2, T, 1, 16384) == 0
     yield case("restrict_to_candidates", f"T{T} n131072", 8 * T * 131072, lambda: (f32(T, 1, 131072), kept), block=8)
+    expert = u8(16, 3 * 2304 * H // 2 + 3 * 2304 * H // 32)  # slots that hold one expert each
+    moved = torch.arange(8, device="cuda")
+    yield case("copy_rows", "8 experts", 16 * expert.shape[1], lambda: (expert, moved, expert, moved + 8))
     for rows in (T, 2048):
         yield case("dispatch_permute", f"T{rows} E{E}", 24 * rows * K, lambda rows=rows: (ids(E, rows, K), E))
         yield case(
@@ -130,6 +133,18 @@ def _rows(case: Callable[..., OpCase], T: int) -> Iterator[OpCase]:
 
     yield case("pool_cached", f"T{T}", 18 * T * D, pairs)
     yield case("store_pairs", f"T{T}", 16 * T * D, lambda: (ring, ids(T * 7, T), f32(T, D), f32(T, D)))
+    yield case("embed", f"T{T}", 4 * T * H, lambda: (ids(V, T), table))
+    yield case("pool_pairs", f"T{T}", 18 * T * D, lambda: ((f32(T, D), f32(T, D)), (f32(T, D), f32(T, D))))
+    yield case("quantise_index_query", f"T{T}", 4 * T * IH * DI, lambda: (bf(T, IH, DI),))
+    here = torch.randperm(T * 64, device="cuda")[:T]
+    for kind, width, size in (("window", D, 528), ("global", D, 288), ("index", DI, 68)):
+        store = u8(T * 64, size)
+        packed = u8(T, size)
+        yield case("store_rows", f"{kind} T{T}", 2 * T * size, lambda store=store, packed=packed: (store, here, packed))
+        yield case(
+            "load_rows", f"{kind} T{T} x 64", 64 * T * (size + 2 * width),
+            lambda store=store, kind=kind: (store, torch.randperm(T * 64, device="cuda").view(T, 64), kind),
+        )  # fmt: skip
     multipliers, primes = ids(1 << 40, 3) | 1, ids(1 << 22, 2, 8) | 1
     yield case("token_classes", f"T{T}", 48 * T, lambda: (ids(V, T, 3), ids(1 << 17, V), None))
     yield case("engram_hash", f"T{T}", 150 * T, lambda: (ids(1 << 17, T, 3), 2, multipliers, primes, primes))
