@@ -30,6 +30,7 @@ from deepinfer_kernels.reference import (
     speculate,
 )
 from deepinfer_kernels.reference.numerics import NUMERICS, Numerics
+from deepinfer_kernels.shapes import Shapes
 from deepinfer_kernels.spec import Implementation
 from deepinfer_kernels.tilelang import families as tilelang
 from deepinfer_kernels.triton import families as triton
@@ -116,6 +117,7 @@ def _triton(module: str, name: str) -> list[Implementation]:
             safe,
             bound=triton.reading,
             tolerance=triton.TOLERANCES.get(name),
+            lacks=functools.partial(triton.lacks, name, form != name),
         )
         for form, safe in forms.items()
     ]
@@ -150,7 +152,15 @@ def _tilelang(module: str, name: str, platforms: frozenset[str]) -> list[Impleme
     made = {form: triton.operation(module, form, reference, "deepinfer_kernels.tilelang") for form in forms}
     return [
         Implementation(
-            name, "tilelang", platforms, frozenset({"fast"}), made[form], missing, safe, bound=tilelang.reading
+            name,
+            "tilelang",
+            platforms,
+            frozenset({"fast"}),
+            made[form],
+            missing,
+            safe,
+            bound=tilelang.reading,
+            lacks=functools.partial(tilelang.lacks, module, name, form != name),
         )
         for form, safe in forms.items()
     ]
@@ -198,14 +208,16 @@ def resolve(
     backend: str = "auto",
     batch_invariant: bool = False,
     cache: Path | None = None,
+    shapes: Shapes | None = None,
 ) -> Ops:
     """Choose an implementation of every operation for one numerics mode and platform.
 
     ``backend`` other than auto is forced on every operation that has one of that name, ``backends`` (op → backend)
     wins over it and auto there lifts it. A name for a part of a fused operation takes that apart, unless it has a name
     of its own. The partner of an operation that is named follows it. ``batch_invariant`` admits only implementations
-    that are. ``cache`` is the folder of compiled kernels. Raises ``KernelError`` naming the
-    reasons; ``KeyError`` for an unknown op.
+    that are. ``cache`` is the folder of compiled kernels; with the ``shapes`` of a model only those are admitted that
+    have all their kernels of these sizes there, so that none is compiled while serving. Raises ``KernelError`` naming
+    the reasons; ``KeyError`` for an unknown op.
     """
     named = dict(backends or {})
     unknown = set(named) - set(OPS)
@@ -221,7 +233,9 @@ def resolve(
             candidates = _candidates(name, "auto", backend)
         reasons = []
         for implementation in candidates:
-            reason = why_not(implementation, mode, platform, batch_invariant=batch_invariant, cache=cache)
+            reason = why_not(
+                implementation, mode, platform, batch_invariant=batch_invariant, cache=cache, shapes=shapes
+            )
             reason = reason or _apart(implementation, chosen)
             if reason is None:
                 chosen[name] = implementation
@@ -261,6 +275,7 @@ def why_not(
     *,
     batch_invariant: bool = False,
     cache: Path | None = None,
+    shapes: Shapes | None = None,
 ) -> str | None:
     """The reason an implementation cannot serve, in one sentence; None when it can."""
     if batch_invariant and not implementation.batch_invariant:
@@ -269,4 +284,7 @@ def why_not(
         return f"runs on {', '.join(sorted(implementation.platforms))}, not on {platform}"
     if mode not in implementation.numerics:
         return f"honours {', '.join(sorted(implementation.numerics))} numerics, not {mode}"
-    return implementation.missing(cache)
+    reason = implementation.missing(cache)
+    if reason is None and shapes is not None:
+        reason = implementation.lacks(shapes, platform, cache or default_cache())
+    return reason

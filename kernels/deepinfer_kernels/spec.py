@@ -54,7 +54,8 @@ class Implementation:
     cache, is how the function reads its compiled kernels from there. ``composed``: the function is made of other
     operations and takes the namespace of those chosen in place of the numerics. ``copies``: it computes with copies of
     its weights, so that what is written into them after its first call is not seen. ``partner``: another operation that
-    has to come from the same backend, because one reads what the other lays out.
+    has to come from the same backend, because one reads what the other lays out. ``lacks``, given a model's ``Shapes``,
+    the platform and the kernel cache, says what keeps it from serving that model without compiling.
     """
 
     op: str
@@ -70,3 +71,4 @@ class Implementation:
     composed: bool = False
     copies: bool = False
     partner: str | None = None
+    lacks: Callable[[Any, str, Path], str | None] = field(default=lambda shapes, platform, cache: None)

@@ -142,24 +142,34 @@ def test_another_source_or_size_is_another_library():
     assert stem.startswith(f"attention.join-{families.source_key('attention')}-")
 
 
-def test_an_engine_does_not_start_without_the_programs_of_its_model(tmp_path):
-    from types import SimpleNamespace
-
+def test_operations_without_programs_of_a_model_give_way_by_name_and_are_refused_when_demanded(tmp_path):
     from deepinfer_engine.config.profile import load_profile
-    from deepinfer_engine.errors import NotReadyError
-    from deepinfer_engine.runtime.host import check_programs
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
     from deepinfer_engine.sim.models import find_model
-    from deepinfer_kernels.reference.numerics import NUMERICS
-    from deepinfer_kernels.registry import Ops
 
-    profile = load_profile("h200x1-nano", (f"kernels.cache_dir={tmp_path}",)).profile
-    checkpoint: Any = SimpleNamespace(config=find_model("nano").config)
-    rows = {op: next(i for i in made if i.backend != "tilelang") for op, made in IMPLEMENTATIONS.items()}
-    check_programs(profile, checkpoint, Ops(NUMERICS["fast"], "sm90", rows))
-    rows["attend_cached"] = next(i for i in IMPLEMENTATIONS["attend_cached"] if i.backend == "tilelang")
-    with pytest.raises(NotReadyError, match=r"3 kernels of TileLang are not built.*attention\.attend") as raised:
-        check_programs(profile, checkpoint, Ops(NUMERICS["fast"], "sm90", rows))
-    assert "build-kernels --target sm90" in (raised.value.hint or "")
+    shapes = kernel_shapes(find_model("nano").config, load_profile("h200x1-nano").profile)
+
+    def why(op: str) -> str:
+        row = next(i for i in IMPLEMENTATIONS[op] if i.backend == "tilelang")
+        return row.lacks(shapes, "sm90", tmp_path) or ""
+
+    assert why("index_scores") == "has no programs for 4 index heads of 32, only for 8 to 256 of 64 or 128"
+    assert "3 of its kernels are not built for the sizes of this model, first attention.attend" in why("attend_cached")
+    assert "not built for the sizes of this model, first experts." in why("moe_experts")
+
+
+def test_calls_outside_the_programs_are_refused_and_not_handed_to_another_backend():
+    from deepinfer_kernels.reference.linear import Weight
+    from deepinfer_kernels.reference.moe import ExpertBank
+    from deepinfer_kernels.tilelang import experts, index
+
+    any_: Any = None
+    with pytest.raises(ValueError, match="no index scores of 4 heads of 32"):
+        index.index_scores(any_, torch.empty(1, 1, 4, 32), any_, torch.empty(1, 9, 32), any_)
+    weight = Weight(torch.empty(2, 16, 16), "bf16")
+    for form in (experts.moe_experts, experts.moe_experts_invariant):
+        with pytest.raises(ValueError, match="MXFP4 in tiles"):
+            form(any_, torch.empty(1, 16), torch.empty(2), ExpertBank(weight, weight, weight), torch.empty(1), 10.0)
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
 
         return run
 
+    chosen = partial(implementations.check_implementations, profile, model=model)
     items = [
         Check("python", "Python", packages.check_interpreter),
         Check("python", "torch", partial(accelerator.check_torch, system)),
@@ -48,7 +49,7 @@ def checks(profile: Profile | None, model: Path | None, system: System) -> list[
         Check("kernels", "tools", on_platform(partial(toolchain.check_tools, system))),
         Check("kernels", "package names", partial(vendor.check_names, system)),
         Check("kernels", "vendor libraries", on_platform(partial(vendor.check_capabilities, system, profile))),
-        Check("kernels", "operations", on_platform(partial(implementations.check_implementations, profile))),
+        Check("kernels", "operations", on_platform(chosen)),
         Check("kernels", "Ascend kernels", on_platform(partial(implementations.check_ascend, profile))),
         Check("kernels", "step loop", on_platform(partial(implementations.check_step_loop, profile))),
         Check("kernels", "compiled kernels", on_platform(partial(implementations.check_compiled, profile))),

@@ -13,6 +13,7 @@ from deepinfer_engine.doctor.system import System
 
 if TYPE_CHECKING:
     from deepinfer_engine.config.schema import Profile
+    from deepinfer_kernels.shapes import Shapes
 
 #: The command that compiles what is missing; a reason without it is a damaged library's.
 _BUILD = "deepinfer build-kernels --target cpu"
@@ -20,19 +21,26 @@ _BUILD = "deepinfer build-kernels --target cpu"
 _CACHE_BYTES = 2 * 2**30
 
 
-def check_implementations(profile: Profile | None, platform: str) -> Sequence[Finding]:
-    """Resolve every operation as a run here would, and list choices and passed-over candidates."""
+def check_implementations(profile: Profile | None, platform: str, model: Path | None = None) -> Sequence[Finding]:
+    """Resolve every operation as a run of a profile would here, and list choices and passed-over candidates.
+
+    ``model``: the weights to be served, None: the embedded model.
+    """
     from deepinfer_kernels.registry import IMPLEMENTATIONS, KernelError, resolve, why_not
 
     mode = profile.numerics.mode if profile is not None else "fast"
     forced = dict(profile.kernels.overrides) if profile is not None else {}
     backend = profile.kernels.backend if profile is not None else "auto"
     invariant = profile.numerics.batch_invariant if profile is not None else False
-    cache = _named_cache(profile)
+    cache, shapes = _named_cache(profile), _shapes(profile, model)
+    command = _gpu_command(profile, platform, model)
+    given = {"batch_invariant": invariant, "cache": cache, "shapes": shapes}
     try:
-        chosen = resolve(mode, platform, forced, backend=backend, batch_invariant=invariant, cache=cache).chosen
+        chosen = resolve(mode, platform, forced, backend=backend, **given).chosen
     except KernelError as exc:
         fix = "use the platform the kernels are for, or drop the override of that operation"
+        if command is not None and "not built" in str(exc):
+            fix = command
         return [failed("operations", str(exc), fix)]
     by_backend: dict[str, list[str]] = defaultdict(list)
     for op, implementation in chosen.items():
@@ -46,7 +54,7 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
                 break
             if platform not in candidate.platforms and candidate.backend in _backends(op, platform):
                 continue  # further down the list on this platform
-            reason = why_not(candidate, mode, platform, batch_invariant=invariant, cache=cache)
+            reason = why_not(candidate, mode, platform, **given)
             if reason is not None:
                 passed_over[candidate.backend, reason].append(op)
     lines += [f"not {backend} ({reason}): {', '.join(ops)}" for (backend, reason), ops in passed_over.items()]
@@ -55,13 +63,37 @@ def check_implementations(profile: Profile | None, platform: str) -> Sequence[Fi
         rows = IMPLEMENTATIONS[op]
         for other in rows[rows.index(implementation) + 1 :]:
             rivals = {implementation.backend, other.backend} == {"triton", "tilelang"}
-            if rivals and why_not(other, mode, platform, batch_invariant=invariant, cache=cache) is None:
+            if rivals and why_not(other, mode, platform, **given) is None:
                 before[implementation.backend, other.backend].append(op)
     lines += [
         f"{first} before {second}, unless kernels.overrides says otherwise: {', '.join(dict.fromkeys(ops))}"
         for (first, second), ops in before.items()
     ]
-    return [passed("operations", f"{len(chosen)} on {platform} in {mode} numerics: {counts}", lines)]
+    found = f"{len(chosen)} on {platform} in {mode} numerics: {counts}"
+    if command is not None and any("not built" in reason for _, reason in passed_over):
+        return [warned("operations", f"{found}; kernels that are not built are passed over", command, lines)]
+    return [passed("operations", found, lines)]
+
+
+def _shapes(profile: Profile | None, model: Path | None) -> Shapes | None:
+    """The sizes that a profile serves, None without a profile."""
+    if profile is None:
+        return None
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_engine.sim.models import EMBEDDED, find_model
+
+    return kernel_shapes(find_model(EMBEDDED if model is None else str(model)).config, profile)
+
+
+def _gpu_command(profile: Profile | None, platform: str, model: Path | None) -> str | None:
+    """What builds the kernels of a GPU, None for other platforms."""
+    if platform not in ("sm90", "sm100"):
+        return None
+    if profile is None or profile.hardware.platform != platform:
+        return f"deepinfer build-kernels --target {platform}"
+    from deepinfer_engine.build_command import build_command
+
+    return build_command(profile, model)
 
 
 def _backends(op: str, platform: str) -> set[str]:

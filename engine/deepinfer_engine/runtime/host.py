@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
+from deepinfer_engine.build_command import build_command
 from deepinfer_engine.cache.layout import KVLayout
 from deepinfer_engine.cache.replay import ReplayShape
 from deepinfer_engine.cache.state import KVState
@@ -59,8 +60,7 @@ def host_runner(
     make: Callable[..., Runner] = Runner,
 ) -> tuple[Runner, tuple[ShardReport, ...]]:
     """Load the share of this process and ``make`` its runner; and how fast each shard was read."""
-    ops = resolve_ops(profile)
-    check_programs(profile, checkpoint, ops)
+    ops = resolve_ops(profile, checkpoint)
     check_moves(profile, ops)
     drafts = profile.spec.verify != "off"
     loaded = load_model(
@@ -115,24 +115,6 @@ def replay_shape(profile: Profile, checkpoint: Checkpoint) -> ReplayShape:
     return ReplayShape.of(checkpoint.config, decoder=profile.replay.decoder, encoder=profile.replay.encoder)
 
 
-def check_programs(profile: Profile, checkpoint: Checkpoint, ops: Ops) -> None:
-    """Raise NotReadyError where TileLang programs were not built for the sizes of a model: none is while serving."""
-    chosen = {name for name, implementation in ops.chosen.items() if implementation.backend == "tilelang"}
-    if not chosen:
-        return
-    from deepinfer_kernels.kernel_cache import default_cache
-    from deepinfer_kernels.tilelang.shapes import absent
-
-    cache = profile.kernels.folder or default_cache()
-    sizes = kernel_shapes(checkpoint.config, profile)
-    missing = absent(sizes, ops.platform, cache, chosen, invariant=profile.numerics.batch_invariant)
-    if missing:
-        raise NotReadyError(
-            f"{len(missing)} kernels of TileLang are not built for the sizes of this model, first {missing[0]}",
-            hint=f"deepinfer build-kernels --target {ops.platform} --model PATH --profile NAME, those that are served",
-        )
-
-
 def check_moves(profile: Profile, ops: Ops) -> None:
     """Raise UsageError where experts are to move under a backend that would not see it: answers would be wrong."""
     experts = ops.chosen["moe_experts"]
@@ -144,8 +126,11 @@ def check_moves(profile: Profile, ops: Ops) -> None:
         )
 
 
-def resolve_ops(profile: Profile) -> Ops:
-    """The implementation of every operation. Raises NotReadyError or UsageError where a wish cannot be met."""
+def resolve_ops(profile: Profile, checkpoint: Checkpoint | None = None) -> Ops:
+    """The implementation of every operation, with a model only those that compile nothing while it is served.
+
+    Raises NotReadyError or UsageError where a wish cannot be met.
+    """
     _check_named(profile)
     try:
         ops = resolve(
@@ -155,8 +140,11 @@ def resolve_ops(profile: Profile) -> Ops:
             backend=profile.kernels.backend,
             batch_invariant=profile.numerics.batch_invariant,
             cache=profile.kernels.folder,
+            shapes=None if checkpoint is None else kernel_shapes(checkpoint.config, profile),
         )
     except KernelError as exc:
+        if checkpoint is not None and "not built for the sizes" in str(exc):
+            raise NotReadyError(str(exc), hint=build_command(profile, checkpoint.directory)) from None
         if profile.numerics.batch_invariant:
             raise NotReadyError(
                 f"numerics.batch_invariant: {exc}", hint="numerics.mode float and fast have invariant operations"

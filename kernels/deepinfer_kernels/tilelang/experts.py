@@ -49,10 +49,6 @@ def tiles(rows: int, slots: int) -> tuple[Tile, Tile]:
 
 def moe_experts(num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float) -> Tensor:
     """Expert outputs [M, H] of ``rows`` [M, H] sorted by slot; ``counts`` [S] int64 rows per slot; weight [M]."""
-    if not _in_tiles(bank):
-        from deepinfer_kernels.triton import moe
-
-        return moe.moe_experts(num, rows, counts, bank, weight, limit)
     return _experts(rows, counts, bank, weight, limit, tiles(rows.shape[0], counts.shape[0]))
 
 
@@ -60,10 +56,6 @@ def moe_experts_invariant(
     num: Numerics, rows: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float
 ) -> Tensor:
     """``moe_experts`` on tiles of one size, whatever the number of rows."""
-    if not _in_tiles(bank):
-        from deepinfer_kernels.triton import moe
-
-        return moe.moe_experts_invariant(num, rows, counts, bank, weight, limit)
     return _experts(rows, counts, bank, weight, limit, _SOME)
 
 
@@ -77,6 +69,9 @@ def _experts(
     x: Tensor, counts: Tensor, bank: ExpertBank, weight: Tensor, limit: float, chosen: tuple[Tile, Tile]
 ) -> Tensor:
     x, counts, weight = x.contiguous(), counts.contiguous(), weight.contiguous()
+    if not _in_tiles(bank):
+        kinds = ", ".join(f"{w.kind} {w.sizes}" for w in (bank.w1, bank.w3, bank.w2))
+        raise ValueError(f"TileLang's experts are MXFP4 in tiles with a multiple of 8 outputs, the bank is {kinds}")
     (M, H), S, I = x.shape, bank.w1.data.shape[0], bank.w1.sizes[0]  # noqa: E741 — I is the expert width
     if counts.shape != (S,) or weight.shape != (M,):
         shapes = [tuple(t.shape) for t in (counts, weight)]
@@ -120,6 +115,12 @@ def _most_tiles(rows: int, slots: int, size: int) -> int:
     return min(rows, rows // size + slots)
 
 
+def outside(shapes: Shapes) -> str | None:
+    """Why there are no programs for a model, None where there are."""
+    odd = next((n for *_, width in shapes.routers for n in (width, shapes.H) if n % 8), None)
+    return None if odd is None else f"has no programs for experts with {odd} outputs, only with a multiple of 8"
+
+
 def calls(shapes: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """A number of rows of every class."""
 
@@ -128,10 +129,8 @@ def calls(shapes: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]
         codes, scales = (torch.empty(*stack, n, dtype=uint8, device="meta") for n in (2048, 128))
         return Weight(codes, "fp4", scales, shape=(outs, inner))
 
-    for _, _, slots, width in shapes.routers:
+    for _, _, slots, width in shapes.routers if outside(shapes) is None else ():
         bank = ExpertBank(fp4(slots, width, shapes.H), fp4(slots, width, shapes.H), fp4(slots, shapes.H, width))
-        if not _in_tiles(bank):
-            continue
         for mean in _MEANS:
             rows = mean * slots
             x = empty(rows, shapes.H, dtype=bfloat16, device="meta")

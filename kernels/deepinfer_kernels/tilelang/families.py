@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -12,11 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_kernels import cuda_tools
 from deepinfer_kernels.kernel_cache import default_cache
 from deepinfer_kernels.triton import families as triton
+
+if TYPE_CHECKING:
+    from deepinfer_kernels.shapes import Shapes
 
 #: module of operations → its operations
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -56,6 +60,20 @@ def missing(module: str, cache: Path | None = None) -> str | None:
     if next(built.glob(f"{module}.*-{source_key(module)}-*.so"), None) is None:
         return f"not built for this device: deepinfer build-kernels --target {here}"
     return None
+
+
+def lacks(module: str, op: str, invariant: bool, shapes: Shapes, platform: str, cache: Path) -> str | None:
+    """Why TileLang cannot compute an operation of a model of these sizes, in one sentence; None where it can."""
+    from deepinfer_kernels.tilelang.shapes import absent
+
+    outside = getattr(importlib.import_module(f"deepinfer_kernels.tilelang.{module}"), "outside", None)
+    reason = None if outside is None else outside(shapes)
+    if reason is not None:
+        return reason
+    names = absent(shapes, platform, cache, {op}, invariant=invariant)
+    if not names:
+        return None
+    return f"{len(names)} of its kernels are not built for the sizes of this model, first {names[0]}"
 
 
 def reading(fn: Callable[..., Any], cache: Path) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Lightning indexer: scores on the tensor cores, tiles of 128 keys against the heads of a block's queries.
 
-Heads that do not fill the tensor cores' columns are Triton's.
+Heads that do not fill the tensor cores' columns are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: T
     """f32 scores [B, C, n] of iq [B, C, ih, Di], iw [B, C, ih], keys [B, n, Di]; −inf from visible [B, C] on."""
     (B, C, N, D), n = iq.shape, keys.shape[1]
     if not _fits(N, D):
-        from deepinfer_kernels.triton import index
-
-        return index.index_scores(num, iq, iw, keys, visible)
+        raise ValueError(f"TileLang has no index scores of {N} heads of {D}: 8 to 256 heads of 64 or 128")
     iq, iw, keys, visible = (x.contiguous() for x in (iq, iw, keys, visible))
     if iw.shape != (B, C, N) or keys.shape != (B, n, D) or visible.shape != (B, C):
         shapes = [tuple(t.shape) for t in (iw, keys, visible)]
@@ -50,6 +48,12 @@ def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: T
 def _fits(heads: int, width: int) -> bool:
     """Whether the programs have heads of a width."""
     return heads in (8, 16, 32, 64, 128, 256) and width in (64, 128)
+
+
+def outside(shapes: Shapes) -> str | None:
+    """Why there are no programs for a model, None where there are."""
+    N, D = shapes.index_heads, shapes.Di
+    return None if _fits(N, D) else f"has no programs for {N} index heads of {D}, only for 8 to 256 of 64 or 128"
 
 
 def _queries(heads: int, queries: int, widest: int) -> int:

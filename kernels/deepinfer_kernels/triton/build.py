@@ -11,6 +11,7 @@ of triton, the version of ptxas.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -33,6 +34,7 @@ from triton.runtime.cache import get_cache_key
 from triton.runtime.errors import PTXASError
 
 from deepinfer_kernels.kernel_cache import Job
+from deepinfer_kernels.shapes import Shapes
 from deepinfer_kernels.triton.launch import Call
 
 _POINTERS = {
@@ -127,19 +129,64 @@ def jobs(wanted: Iterable[Kernel], platform: str, cache: Path) -> list[Job]:
     folder, made = cache / platform, []
     for kernel in wanted:
         stem, key = kernel.function.lstrip("_"), kernel.key(platform)
-        entry = folder / "triton" / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
+        entry = _entry(key, folder)
         compiled, served = partial(compile_one, kernel, platform, folder), partial(_serves, entry, kernel.function)
         made.append(Job(kernel.name, folder, f"{stem}-{key[:16]}", "cubin", compiled, served))
     return made
 
 
-def _serves(entry: Path, function: str, cubin: Path) -> bool:
-    """Whether a folder of Triton's cache is whole and holds the bytes of a cubin."""
+@dataclass(frozen=True)
+class Absent:
+    """A kernel that a cache does not serve; ``moved``: the folder it was made in, where that is another one."""
+
+    name: str
+    stem: str
+    moved: str | None
+
+
+@functools.lru_cache(maxsize=8)
+def absent(
+    shapes: Shapes, platform: str, cache: Path, invariant: bool, stamps: tuple[int, ...]
+) -> dict[str, tuple[Absent, ...]]:
+    """Operation → kernels of the sizes of a model that a cache does not serve; ``stamps``: when it was written."""
+    from deepinfer_kernels.triton.shapes import launches
+
+    wanted, found = kernels(launches(shapes, invariant=invariant)), {}
+    for kernel, job in zip(wanted, jobs(wanted, platform, cache), strict=True):
+        if job.find() is None:
+            found.setdefault(kernel.op, []).append(Absent(job.name, job.stem, _moved(kernel, platform, cache)))
+    return {op: tuple(names) for op, names in found.items()}
+
+
+def _entry(key: str, folder: Path) -> Path:
+    """The folder of a kernel in Triton's cache."""
+    return folder / "triton" / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
+
+
+def _group(entry: Path, function: str) -> dict[str, str]:
+    """Files of a kernel by name, as Triton will look for them: whole paths of when it was compiled."""
+    return json.loads((entry / f"__grp__{function}.json").read_text())["child_paths"]
+
+
+def _moved(kernel: Kernel, platform: str, cache: Path) -> str | None:
+    """The kernel cache a kernel was compiled into, where it has been copied from there."""
+    entry = _entry(kernel.key(platform), cache / platform)
     try:
-        group = json.loads((entry / f"__grp__{function}.json").read_text())["child_paths"]
+        made = Path(_group(entry, kernel.function)[f"{kernel.function}.cubin"]).parent
+    except (OSError, ValueError, KeyError):
+        return None
+    return None if made.resolve() == entry.resolve() else str(made.parent.parent.parent)
+
+
+def _serves(entry: Path, function: str, cubin: Path) -> bool:
+    """Whether a folder of Triton's cache is whole, was not moved, and holds the bytes of a cubin."""
+    try:
+        group = _group(entry, function)
         json.loads(Path(group[f"{function}.json"]).read_text())
         served = Path(group[f"{function}.cubin"]).read_bytes() == cubin.read_bytes()
-        return served and all(Path(path).exists() for path in group.values())
+        return served and all(
+            Path(path).exists() and Path(path).parent.resolve() == entry.resolve() for path in group.values()
+        )
     except (OSError, ValueError, KeyError):
         return False
 

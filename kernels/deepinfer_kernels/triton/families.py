@@ -9,10 +9,13 @@ import importlib.util
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_kernels.kernel_cache import default_cache
 from deepinfer_kernels.spec import Tolerance
+
+if TYPE_CHECKING:
+    from deepinfer_kernels.shapes import Shapes
 
 #: module → its operations; a row has the same bits in any batch unless named in ``BATCH_DEPENDENT``
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -72,6 +75,24 @@ def missing(cache: Path | None = None) -> str | None:
     if next(((cache or default_cache()) / platform).glob("*.cubin"), None) is None:
         return f"not built for this device: deepinfer build-kernels --target {platform}"
     return None
+
+
+def lacks(op: str, invariant: bool, shapes: Shapes, platform: str, cache: Path) -> str | None:
+    """Which kernels of an operation Triton would compile while a model of these sizes is served; None without any."""
+    from deepinfer_kernels.triton import build
+
+    folder = cache / platform
+    stamps = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in (folder, folder / "triton"))
+    absent = build.absent(shapes, platform, cache, invariant, stamps)
+    if op not in absent:
+        return None
+    names, total = absent[op], len({job for jobs in absent.values() for job in jobs})
+    moved = next((job.moved for job in names if job.moved), None)
+    why = f", those there were made in {moved}" if moved else ""
+    return (
+        f"{len(names)} of its kernels are not built for the sizes of this model, first {names[0].name} "
+        f"({total} of all operations){why}"
+    )
 
 
 def unusable() -> str | None:
