@@ -85,6 +85,23 @@ def embed_streams(ops: Any, ids: Tensor, table: Tensor, streams: int) -> tuple[T
     return x.unsqueeze(1).expand(-1, streams, -1).contiguous(), pre
 
 
+def index_scores_cached(
+    ops: Any,
+    iq: Tensor,
+    iw: Tensor,
+    store: Tensor,
+    rows: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    *,
+    per_block: int,
+    count: int,
+) -> Tensor:
+    """Finding, gathering, scoring."""
+    slots = ops.entry_slots(None, rows, table, per_block=per_block, count=count)
+    return ops.index_scores(iq, iw, ops.load_rows(store, slots, "index"), visible)
+
+
 #: operation → what it is made of here
 PARTS: dict[str, tuple[str, ...]] = {
     "window_rows": ("rms_norm", "rope", "pack_rows", "unpack_rows"),
@@ -95,10 +112,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "dispatch_rows": ("dispatch_permute",),
     "engram_lookup": ("dequantise_table",),
     "embed_streams": ("embed",),
+    "index_scores_cached": ("entry_slots", "load_rows", "index_scores"),
 }
 
 #: operations that only these call
-INNER = frozenset({"unpack_rows", "pool_pairs"})
+INNER = frozenset({"unpack_rows", "pool_pairs", "index_scores"})
 
 #: what this module computes, by operation
 OPERATIONS: dict[str, Callable] = {
@@ -112,5 +130,6 @@ OPERATIONS: dict[str, Callable] = {
         dispatch_rows,
         engram_lookup,
         embed_streams,
+        index_scores_cached,
     )
 }

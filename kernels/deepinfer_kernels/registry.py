@@ -214,10 +214,11 @@ def resolve(
 
     ``backend`` other than auto is forced on every operation that has one of that name, ``backends`` (op → backend)
     wins over it and auto there lifts it. A name for a part of a fused operation takes that apart, unless it has a name
-    of its own. The partner of an operation that is named follows it. ``batch_invariant`` admits only implementations
-    that are. ``cache`` is the folder of compiled kernels; with the ``shapes`` of a model only those are admitted that
-    have all their kernels of these sizes there, so that none is compiled while serving. Raises ``KernelError`` naming
-    the reasons; ``KeyError`` for an unknown op.
+    of its own; so does a backend that is forced on everything and has such a part, not the whole. The partner of an
+    operation that is named follows it. ``batch_invariant`` admits only implementations that are. ``cache`` is the
+    folder of compiled kernels; with the ``shapes`` of a model only those are admitted that have all their kernels of
+    these sizes there, so that none is compiled while serving. Raises ``KernelError`` naming the reasons; ``KeyError``
+    for an unknown op.
     """
     named = dict(backends or {})
     unknown = set(named) - set(OPS)
@@ -226,7 +227,7 @@ def resolve(
     chosen: dict[str, Implementation] = {}
     for name in sorted(OPS, key=lambda op: op not in named):  # partners follow what is named
         wanted = named.get(name)
-        if wanted is None and any(named.get(part, "auto") != "auto" for part in parts.PARTS.get(name, ())):
+        if wanted is None and _taken_apart(name, named, backend):
             wanted = "parts"
         candidates = _candidates(name, wanted, backend)
         if wanted is None and all(_apart(i, chosen) for i in candidates):
@@ -244,6 +245,16 @@ def resolve(
         else:
             raise KernelError(name, tuple(reasons))
     return Ops(NUMERICS[mode], platform, {name: chosen[name] for name in OPS}, cache or default_cache())
+
+
+def _taken_apart(name: str, named: Mapping[str, str], backend: str) -> bool:
+    """Whether an operation that is not named is computed by its parts, because these are as asked and it is not."""
+    made_of = parts.PARTS.get(name, ())
+    if any(named.get(part, "auto") != "auto" for part in made_of):
+        return True
+    if backend == "auto" or any(i.backend == backend for i in IMPLEMENTATIONS[name]):
+        return False
+    return any(i.backend == backend for part in made_of for i in IMPLEMENTATIONS[part])
 
 
 def _apart(implementation: Implementation, chosen: Mapping[str, Implementation]) -> str | None:

@@ -36,7 +36,7 @@ from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.reference.moe import ExpertBank
 from deepinfer_kernels.reference.numerics import NUMERICS
 from deepinfer_kernels.tilelang import families as tilelang
-from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm
+from deepinfer_kernels.triton import attention, cache, hyper, index, linear, moe, norm, places
 from deepinfer_kernels.triton import router as choose
 from deepinfer_kernels.triton.linear import Tile
 
@@ -194,8 +194,8 @@ def _attend(T: int, prefill: bool) -> Case:
     rows = 4 * 134 if prefill else T * 134
     ring, entries = cache.pack_rows(NUM, bf(rows, D), "window"), cache.pack_rows(NUM, bf(65536, D), "global")
     sink = torch.randn(N, device="cuda")
-    places = torch.arange(T, device="cuda").unsqueeze(1) - torch.arange(127, -1, -1, device="cuda")
-    window = torch.where(places >= 0, places, places - 1) if prefill else -2 - torch.randint(0, rows, (T, 128)).cuda()
+    at = torch.arange(T, device="cuda").unsqueeze(1) - torch.arange(127, -1, -1, device="cuda")
+    window = torch.where(at >= 0, at, at - 1) if prefill else -2 - torch.randint(0, rows, (T, 128)).cuda()
 
     def ours() -> Call:
         q, local, store = bf(T, N, D), bf(T, D), ring.clone()
@@ -239,6 +239,33 @@ def _scores(B: int, C: int, n: int) -> Case:
 
     others = {"plain torch": plain} if B * C * n <= 1 << 20 else {}
     return Case(f"index_scores B{B} C{C} n{n}", B * n * (256 + 4 * C), 2 * B * C * 32 * n * 128, ours, others)
+
+
+def _cached_scores(B: int, C: int, n: int) -> Case:
+    """Scores of stored records; beside it what three operations do: slots of entries, keys of slots, scores of keys."""
+
+    def given() -> tuple[tuple[Tensor, ...], dict[str, int]]:
+        store = u8(B * n, 68)
+        store[:, 64:] = store[:, 64:] % 8 + 120  # scales around 1
+        table = torch.randperm(B * n // 128, device="cuda").view(B, n // 128)
+        rows, visible = torch.arange(B, device="cuda"), torch.full((B, C), n, device="cuda")
+        return (bf(B, C, 32, 128), bf(B, C, 32), store, rows, table, visible), {"per_block": 128, "count": n}
+
+    def ours() -> Call:
+        args, sizes = given()
+        return lambda: index.index_scores_cached(NUM, *args, **sizes)
+
+    def composed() -> Call:
+        (q, w, store, rows, table, visible), sizes = given()
+
+        def run() -> Tensor:
+            slots = places.entry_slots(NUM, None, rows, table, **sizes)
+            return index.index_scores(NUM, q, w, cache.load_rows(NUM, store, slots, "index"), visible)
+
+        return run
+
+    others = {"entry_slots + load_rows + index_scores": composed}
+    return Case(f"index_scores_cached B{B} C{C} n{n}", B * n * (68 + 4 * C), 2 * B * C * 32 * n * 128, ours, others)
 
 
 def _rows(T: int) -> Iterator[Case]:
@@ -319,6 +346,8 @@ def cases() -> Iterator[Callable[[], Case]]:
     yield lambda: _attend(4, False)
     yield lambda: _scores(64, 1, 16384)
     yield lambda: _scores(1, 1024, 16384)
+    for B, C in ((64, 1), (1, 1), (1, 1024)):
+        yield lambda B=B, C=C: _cached_scores(B, C, 16384)
     for T in (DECODE, PREFILL):
         yield from (lambda case=case: case for case in _rows(T))
 

@@ -13,6 +13,8 @@ from deepinfer_kernels import parts
 from deepinfer_kernels.registry import IMPLEMENTATIONS, Ops, resolve
 
 T, D, H, C = 9, 64, 160, 4
+#: arguments by name of the operations that have some
+NAMED: dict[str, dict[str, Any]] = {"index_scores_cached": {"per_block": 8, "count": 21}}
 
 
 def arguments() -> dict[str, tuple[Any, ...]]:
@@ -24,6 +26,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     value, gate = torch.randn(T, D), torch.randn(T, D)
     pair = torch.tensor([1, 3]), torch.tensor([1, 2]), torch.tensor([4, -1]), torch.tensor([True, False])
     streams = torch.randn(T, C, H).bfloat16(), torch.rand(T, C), torch.randn(H).bfloat16(), 1e-6
+    places = torch.randperm(3), torch.randint(0, 6, (3, 3)), torch.randint(0, 22, (3, 2))
     table = torch.randint(0, 120, (30, 32), dtype=torch.uint8), torch.full((30, 1), 127, dtype=torch.uint8)
     return {
         "window_rows": rows,
@@ -34,13 +37,19 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "dispatch_rows": (torch.randn(T, H).bfloat16(), torch.randint(0, 6, (T, 3)), torch.rand(T, 3), 6),
         "engram_lookup": (*table, torch.randint(0, 30, (T, 4))),
         "embed_streams": (torch.randint(0, 50, (T,)), torch.randn(50, H).bfloat16(), C),
+        "index_scores_cached": (
+            torch.randn(3, 2, 4, D).bfloat16(),
+            torch.randn(3, 2, 4).bfloat16(),
+            torch.randint(90, 130, (48, 34), dtype=torch.uint8),
+            *places,
+        ),
     }
 
 
 def after(ops: Ops, name: str) -> list[Tensor]:
     """What the operation returns, and its arguments as it leaves them."""
     args = arguments()[name]
-    result = getattr(ops, name)(*args)
+    result = getattr(ops, name)(*args, **NAMED.get(name, {}))
     return [t for t in (*(result if isinstance(result, tuple) else (result,)), *args) if isinstance(t, Tensor)]
 
 
@@ -74,7 +83,7 @@ class Watched:
 @pytest.mark.parametrize("name", sorted(parts.OPERATIONS))
 def test_the_parts_of_an_operation_are_those_listed(name: str):
     watched = Watched(resolve("fast", "cpu", backend="reference"))
-    parts.OPERATIONS[name](watched, *arguments()[name])
+    parts.OPERATIONS[name](watched, *arguments()[name], **NAMED.get(name, {}))
     assert watched.asked == set(parts.PARTS[name])
 
 

@@ -172,6 +172,26 @@ def test_no_number_of_choices_or_entries_takes_a_kernel_that_is_not_made_ahead()
         needed.clear()
 
 
+def test_no_number_of_queries_of_index_records_takes_a_kernel_that_is_not_made_ahead():
+    from deepinfer_engine.config.profile import load_profile
+    from deepinfer_engine.model.kernel_shapes import kernel_shapes
+    from deepinfer_engine.sim.models import find_model
+    from deepinfer_kernels.triton import build, index, launch, shapes
+
+    empty, i64 = shapes._empty, shapes._i64
+    for model, profile in SERVED:
+        s = kernel_shapes(find_model(model).config, load_profile(profile).profile)
+        needed: list[Any] = []
+        with launch.recording(needed.append):
+            for C in (*range(1, 70), 100, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 2048, 8192):
+                queries = empty(3, C, s.index_heads, s.Di), empty(3, C, s.index_heads)
+                places = shapes._bytes(999, s.Di // 32 * 17), i64(3), i64(5, 9), i64(3, C)
+                for per_block in (64, 128):
+                    index.index_scores_cached(None, *queries, *places, per_block=per_block, count=500)  # pyright: ignore
+        made = {replace(k, op="") for k in build.kernels(shapes.launches(s, invariant=False))}
+        assert set(build.kernels(("", call) for call in needed)) <= made
+
+
 def test_what_is_announced_is_what_the_modules_hold():
     """The signatures too: the registry takes them from the reference, without importing triton."""
     import importlib

@@ -138,6 +138,8 @@ def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (bf(T, N, D), bf(T, D), window, ring, slots, entries, torch.randn(N), D**-0.5), {}
     if name == "index_scores":
         return (bf(T, 2, 4, 32), bf(T, 2, 4), bf(T, 137, 32), torch.randint(0, 138, (T, 2))), {}
+    if name == "index_scores_cached":
+        return cached(T, 2, 4, 32, 137, 64)
     if name == "mhc_mixes":
         fn = torch.randn(C * (C + 2), C * 300) * 0.05
         return (bf(T, C, 300), fn, torch.randn(C * (C + 2)), torch.rand(3)), dict(rms_eps=1e-20, hc_eps=1e-6, iters=20)
@@ -154,6 +156,14 @@ def make(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name == "quantise_index_query":
         return (rows_of(T * 4, 32).view(T, 4, 32),), {}
     raise AssertionError(f"no inputs for {name}")
+
+
+def cached(B: int, C: int, heads: int, width: int, n: int, per_block: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of index_scores_cached: rows, their blocks and these in the store in any order."""
+    table = torch.randperm((B + 3) * -(-n // per_block)).view(B + 3, -1)
+    store = quantise.pack_index(bf(table.numel() * per_block, width))
+    q, w, visible = bf(B, C, heads, width), bf(B, C, heads), torch.randint(0, n + 1, (B, C))
+    return (q, w, store, torch.randperm(B + 3)[:B], table, visible), dict(per_block=per_block, count=n)
 
 
 def outputs(result: Any) -> tuple[Tensor, ...]:
@@ -615,6 +625,8 @@ def make_big(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (bf(T * K, H), torch.randperm(T * K), bf(T, H), K), {}
     if name == "index_scores":
         return (bf(T, 3, 32, 128), bf(T, 3, 32), bf(T, 1000, 128), torch.randint(0, 1001, (T, 3))), {}
+    if name == "index_scores_cached":
+        return cached(T, 3, 32, 128, 1000, 128)
     if name == "rms_norm":
         return (rows_of(T, H), torch.rand(H).bfloat16(), 1e-20), {}
     if name == "rope":
@@ -628,6 +640,7 @@ def make_big(name: str, T: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 BIG = ["mhc_mixes", "mhc_collapse", "mhc_expand", "gate_topk", "moe_combine", "index_scores", "rms_norm", "rope"]
+BIG.append("index_scores_cached")
 
 
 # fewer rows: sums of the reference itself are off by the tolerance
@@ -656,7 +669,7 @@ def test_records_of_flash_have_the_bytes_of_the_reference(kind: str):
 
 
 @big
-@pytest.mark.parametrize("name", ["mhc_mixes", "gate_topk", "index_scores", "head_logits"])
+@pytest.mark.parametrize("name", ["mhc_mixes", "gate_topk", "index_scores", "index_scores_cached", "head_logits"])
 def test_a_row_of_flash_has_the_same_bits_alone_and_in_any_batch(name: str):
     args, kwargs = make_big(name, 300)
     args = on_device(args)
@@ -679,3 +692,19 @@ def test_a_score_has_the_same_bits_with_any_number_of_queries(heads: int):
         part = (t[:, start:stop].contiguous() for t in (q, w))
         got = INVARIANT.index_scores(*part, keys, visible[:, start:stop].contiguous())
         assert torch.equal(got, whole[:, start:stop]), f"queries {start}..{stop}"
+
+
+@big
+@pytest.mark.parametrize(("heads", "C"), [(3, 150), (4, 260), (32, 40), (64, 40)])
+def test_a_score_of_records_has_the_same_bits_with_any_number_of_queries(heads: int, C: int):
+    """All of them decode records into memory before, few of them read these in place."""
+    torch.manual_seed(heads)
+    for width in (64, 128):
+        (q, w, store, rows, table, visible), sizes = cached(2, C, heads, width, 1000, 128)
+        q, w, visible = on_device((q, w, visible))
+        places = on_device((store, rows, table))
+        whole = INVARIANT.index_scores_cached(q, w, *places, visible, **sizes)
+        for start, stop in ((0, 1), (7, 9), (3, 6), (10, 15), (11, 20), (0, 33), (0, C - 1)):
+            part = slice(start, stop)
+            got = INVARIANT.index_scores_cached(q[:, part], w[:, part], *places, visible[:, part], **sizes)
+            assert torch.equal(got, whole[:, part]), f"width {width}, queries {start}..{stop}"

@@ -14,7 +14,18 @@ from torch import Tensor
 from deepinfer_kernels.reference import quantise
 from deepinfer_kernels.reference.linear import Weight
 from deepinfer_kernels.triton import launch
-from tests.kernels.triton_cases import DEVICE, INVARIANT, REFERENCE, TRITON, bf, check, on_device, outputs, rows_of
+from tests.kernels.triton_cases import (
+    DEVICE,
+    INVARIANT,
+    REFERENCE,
+    TRITON,
+    bf,
+    cached,
+    check,
+    on_device,
+    outputs,
+    rows_of,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -76,6 +87,67 @@ def test_choices_are_counted_by_layer():
     torch.manual_seed(0)
     for T, layers in ((0, 2), (1, 1), (300, 3), (700, 3)):
         same("count_choices", torch.randint(0, 9, (layers, T, 4)), 11)
+
+
+# ------------------------------------------------------------------- index records
+
+
+@pytest.mark.parametrize(
+    ("B", "C", "heads", "width", "n", "per_block"),
+    [
+        (2, 1, 32, 128, 1, 128),  # one entry
+        (3, 1, 32, 128, 200, 128),  # a tile that ends in a block
+        (2, 5, 8, 64, 130, 64),
+        (2, 2, 3, 96, 70, 8),  # blocks smaller than a tile, heads and width that fill none
+        (1, 3, 1, 256, 65, 64),
+        (1, 40, 32, 128, 100, 64),  # queries enough for keys decoded before
+        (2, 130, 4, 32, 70, 8),
+    ],
+)
+def test_scores_of_records_are_those_of_their_keys(B: int, C: int, heads: int, width: int, n: int, per_block: int):
+    torch.manual_seed(n)
+    args, sizes = cached(B, C, heads, width, n, per_block)
+    near("index_scores_cached", *args, **sizes)
+    visible = args[-1]
+    visible[0], visible[-1, -1] = 0, n  # a row that sees nothing, a query that sees all
+    near("index_scores_cached", *args, **sizes)
+    assert run("index_scores_cached", *args, **sizes)[0].isneginf().all() or B == 1
+
+
+@pytest.mark.parametrize("C", [2, 40])
+def test_every_code_and_scale_of_a_record_scores_with_its_exact_value(C: int):
+    """Each query has one head that takes one value of a key, by its sign; scales to the smallest and to no number."""
+    torch.manual_seed(C)
+    n, heads, width = 128, 32, 128
+    store = torch.randint(0, 256, (3 * n, 68), dtype=torch.uint8)
+    scales = torch.tensor([0, 1, 2, 64, 120, 127, 128, 129, 130, 140, 200, 227, 255], dtype=torch.uint8)
+    store[:, 64:] = scales[torch.randint(0, 12, (3 * n, 4))]
+    store[5::7, 66] = 255
+    taken = torch.randint(0, width, (3, C))
+    q, w = torch.zeros(3, C, heads, width), torch.zeros(3, C, heads)
+    sign = torch.where(torch.rand(3, C, 1) < 0.5, -1.0, 1.0)
+    q[:, :, 7] = sign * 2.0**20 * torch.nn.functional.one_hot(taken, width)
+    w[:, :, 7] = 1
+    places = store, torch.tensor([2, 0, 1]), torch.randperm(6).view(3, 2), torch.full((3, C), n)
+    args = (q.bfloat16(), w.bfloat16(), *places)
+    sizes = dict(per_block=64, count=n)
+    got, expected = run("index_scores_cached", *args, **sizes), REFERENCE.index_scores_cached(*args, **sizes)
+    assert torch.equal(got.isnan(), expected.isnan()) and expected.isnan().any() and (expected > 0).any()
+    assert torch.equal(got.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+
+
+def test_records_and_places_that_do_not_fit_are_refused():
+    (q, w, store, rows, table, visible), sizes = cached(2, 1, 4, 64, 70, 64)
+    with pytest.raises(ValueError, match="records"):
+        TRITON.index_scores_cached(q, w, store[:, :17], rows, table, visible, **sizes)
+    with pytest.raises(ValueError, match="rows"):
+        TRITON.index_scores_cached(q, w, store, rows[:1], table, visible, **sizes)
+    with pytest.raises(TypeError, match="int32"):
+        TRITON.index_scores_cached(q, w, store, rows, table.int(), visible, **sizes)
+    with pytest.raises(TypeError, match="float32"):
+        TRITON.index_scores_cached(q.float(), w, store, rows, table, visible, **sizes)
+    with pytest.raises(ValueError, match="visible"):
+        TRITON.index_scores_cached(q, w, store, rows, table, visible[:1], **sizes)
 
 
 # ------------------------------------------------------------------------ select

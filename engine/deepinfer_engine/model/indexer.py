@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_engine.config.model import LayerPlan, ModelConfig
+from deepinfer_engine.config.model import BLOCK_TOKENS, LayerPlan, ModelConfig
 from deepinfer_engine.model.step import Phase, QueryGroup, Step
 from deepinfer_engine.model.weights import Indexer
 
-#: score elements per pass; bounds the memory of a long prefill chunk (queries × heads × entries)
+#: scores per pass; bounds the memory of a long prefill chunk (queries × entries)
 _TILE = 1 << 24
 
 
@@ -71,14 +71,15 @@ def _score(
     """Selection [B, C, K'] of one group, and its candidate blocks where this layer publishes them and they can bite."""
     ops = step.ops
     rows, queries = group.tokens.shape
-    keys = step.kv.index_keys(plan.kv_source, phase.entry_slots(longest, group.rows, plan.ratio))
+    keys = (step.kv.key_store(plan.kv_source), group.rows, step.batch.block_table_BP)
+    extent = {"per_block": BLOCK_TOKENS // plan.ratio, "count": longest}
     bites = plan.candidates == "publish" and longest > config.candidate_topk_blocks * config.candidate_block_size
-    per_pass = max(1, _TILE // max(1, rows * config.index_n_heads * longest))
+    per_pass = max(1, _TILE // max(1, rows * longest))
     chosen, blocks, raw = [], [], []
     for start in range(0, queries, per_pass):
         part = slice(start, start + per_pass)
         seen = visible[:, part]
-        scores = ops.index_scores(group.of(iq)[:, part], group.of(iw)[:, part], keys, seen)
+        scores = ops.index_scores_cached(group.of(iq)[:, part], group.of(iw)[:, part], *keys, seen, **extent)
         raw.append(scores)
         if bites:
             blocks.append(

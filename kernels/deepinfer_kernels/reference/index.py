@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_kernels.reference.cache import entry_slots, load_rows
 from deepinfer_kernels.reference.numerics import Numerics
 
 NEG_INF = float("-inf")
+#: products per pass (queries × heads × entries); bounds the memory of a long prefill chunk
+_TILE = 1 << 24
 
 
 def index_weights(num: Numerics, projected: Tensor, head_dim: int) -> Tensor:
@@ -29,6 +32,26 @@ def index_scores(num: Numerics, iq: Tensor, iw: Tensor, keys: Tensor, visible: T
         score = torch.einsum("bchn,bch->bcn", dot.relu(), iw.float())
     entry = torch.arange(keys.shape[1], device=keys.device)
     return score.masked_fill(entry >= visible.unsqueeze(-1), NEG_INF)
+
+
+def index_scores_cached(
+    num: Numerics,
+    iq: Tensor,
+    iw: Tensor,
+    store: Tensor,
+    rows: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    *,
+    per_block: int,
+    count: int,
+) -> Tensor:
+    """``index_scores`` of the first ``count`` entries of batch rows [B], whose index keys are records of ``store``.
+
+    table [R, P]: blocks of each batch row, of ``per_block`` entries, as for ``entry_slots``.
+    """
+    slots = entry_slots(num, None, rows, table, per_block=per_block, count=count)
+    return index_scores(num, iq, iw, load_rows(num, store, slots, "index"), visible)
 
 
 def candidate_blocks(num: Numerics, scores: Tensor, visible: Tensor, *, block: int, keep: int) -> Tensor:

@@ -23,7 +23,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "cache": ("pack_rows", "unpack_rows", "load_rows", "store_rows", "quantise_index_query"),
     "linear": ("prepare_weight", "linear", "linear_grouped"),
     "hyper": ("mhc_mixes", "mhc_collapse", "mhc_expand"),
-    "index": ("index_scores",),
+    "index": ("index_scores", "index_scores_cached"),
     "attention": ("attend_cached",),
     "router": ("gate_topk",),
     "moe": ("moe_experts", "shared_expert", "moe_combine"),

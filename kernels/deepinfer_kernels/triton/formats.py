@@ -46,7 +46,7 @@ def widened(x):
 def dot(a, b, acc):
     """acc + a · b with f32 sums, a and b bf16."""
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(widened(a), widened(b), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
 
@@ -217,6 +217,41 @@ fma.rn.bf16x2 v, v, power, none;
 fma.rn.bf16x2 $3, v, $6, none;
 }
 """)
+# The same of a word, whose codes are taken two by two where they are 16 bits apart: that spares their spreading.
+_E2M1_APART = tl.constexpr("""
+{
+.reg .b32 q, s, power, none;
+mov.b32 power, 0x7E807E80;
+mov.b32 none, 0x80008000;
+shl.b32 s, $8, 12;
+shl.b32 q, $8, 6;
+and.b32 s, s, 0x80008000;
+lop3.b32 q, q, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 q, q, $9, none;
+mov.b32 {$0, $1}, q;
+shl.b32 s, $8, 8;
+shl.b32 q, $8, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 q, q, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 q, q, $9, none;
+mov.b32 {$2, $3}, q;
+shl.b32 s, $8, 4;
+shr.b32 q, $8, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 q, q, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 q, q, $9, none;
+mov.b32 {$4, $5}, q;
+shr.b32 q, $8, 6;
+and.b32 s, $8, 0x80008000;
+lop3.b32 q, q, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 q, q, power, none;
+fma.rn.bf16x2 q, q, $9, none;
+mov.b32 {$6, $7}, q;
+}
+""")
 # The same for the words of tiles of weights (``reference.linear.in_tiles``), whose codes are mixed so that less is to
 # do, with a scale given times 2^120 or 2^126, which one product restores.
 _E4M3_WORD = tl.constexpr("""
@@ -348,6 +383,44 @@ def e2m1_times(byte, scale):
         return tl.inline_asm_elementwise(
             _E2M1_TIMES, "=r,=r,=r,=r,r,r,r", [byte, scale], (tl.bfloat16, tl.bfloat16), True, 4
         )
+
+
+@triton.jit
+def e2m1_column(k, WIDTH: tl.constexpr):
+    """Which value of a row of ``WIDTH`` values, a power of two, is column k of ``e2m1_apart``."""
+    return (k // 2 % 4 * (WIDTH // 32) + k // 32) * 8 + k % 2 * 4 + k // 8 % 4
+
+
+@triton.jit
+def _place_value(word, scale, PLACE: tl.constexpr):
+    """bf16 of one of the eight codes of words, in the interpreter."""
+    return bf16(e2m1_value((word >> (4 * PLACE)) & 15) * widened(scale))
+
+
+@triton.jit
+def e2m1_apart(word, scale, R: tl.constexpr, W: tl.constexpr):
+    """bf16 [R, 8 W] of words of E2M1 codes, int32 [R, W], each times its bf16 scale [R, W], as ``e2m1_column`` orders.
+
+    In this order a thread that reads a quarter of a row has what it gives to the tensor cores as their left operand.
+    """
+    if INTERPRETED:
+        p0, p1, p2, p3 = (
+            tl.join(_place_value(word, scale, 0), _place_value(word, scale, 4)),
+            tl.join(_place_value(word, scale, 1), _place_value(word, scale, 5)),
+            tl.join(_place_value(word, scale, 2), _place_value(word, scale, 6)),
+            tl.join(_place_value(word, scale, 3), _place_value(word, scale, 7)),
+        )
+    else:
+        bits = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
+        a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
+            _E2M1_APART, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, bits | (bits << 16)],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            True, 1,
+        )  # fmt: skip
+        p0, p1, p2, p3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
+    # quarter, word, code of a pair, place of the pair
+    both = tl.join(tl.join(p0, p2), tl.join(p1, p3)).reshape(R, 4, W // 4, 2, 4)
+    return both.permute(0, 2, 4, 1, 3).reshape(R, 8 * W)
 
 
 @triton.jit

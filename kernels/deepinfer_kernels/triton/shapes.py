@@ -138,6 +138,11 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     for queries in (1, 2, 4, 8, 16, 32, 64, 128, 256):  # of a row: they are taken in groups of powers of two
         iq, iw = _empty(T, queries, s.index_heads, s.Di), _empty(T, queries, s.index_heads)
         yield "index_scores", (iq, iw, _empty(T, 9, s.Di), _i64(T, queries)), {}
+    key = cache.record("index", s.Di, stored=False)[3]
+    for queries in (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048):  # the last ones decode records into memory
+        iq, iw = _empty(T, queries, s.index_heads, s.Di), _empty(T, queries, s.index_heads)
+        places = (_bytes(9, key), _i64(T), _i64(T, 3), _i64(T, queries))
+        yield "index_scores_cached", (iq, iw, *places), dict(per_block=128, count=9)
     M, wide = s.C * (s.C + 2), s.C * s.H
     eps = dict(rms_eps=1e-6, hc_eps=1e-6, iters=s.sinkhorn)
     for tokens in (T, 2048):

@@ -82,6 +82,14 @@ def test_a_part_whose_every_caller_has_a_backend_of_its_own_is_refused(all_built
     assert chosen("cpu", *sets[:1])["window_rows"] == "parts"
 
 
+def test_a_forced_backend_takes_apart_what_it_has_only_parts_of(all_built):
+    then = chosen("sm90", "kernels.backend=tilelang")
+    assert (then["index_scores_cached"], then["index_scores"]) == ("parts", "tilelang")
+    assert chosen("sm90")["index_scores_cached"] == chosen("sm90", "kernels.backend=triton")["index_scores_cached"]
+    whole = chosen("sm90", "kernels.backend=tilelang", "kernels.overrides.index_scores_cached=triton")
+    assert whole["index_scores_cached"] == "triton"
+
+
 def test_a_backend_that_an_operation_does_not_have_is_refused_with_those_it_has():
     with pytest.raises(
         UsageError, match=r"^kernels.overrides.count_choices is cpu, which has no count_choices for cpu$"
