@@ -62,7 +62,9 @@ def closing_notes(engine: Engine, *, quiet: bool) -> None:
 
 
 def load_notes(engine: Engine, *, quiet: bool) -> None:
-    """Say which loop runs where it is not the one asked for, and how fast a large checkpoint was read."""
+    """Say what torch computes for want of kernels, which loop runs where it is not the one asked for, and how fast a
+    large checkpoint was read."""
+    fallback_notes(engine, quiet=quiet)
     if engine.profile.sched.overlap and not engine.overlap:
         render.note("overlap: one process on a CPU runs step after step, the tokens are the same", quiet=quiet)
     total = sum(s.useful_bytes for s in engine.shards)
@@ -75,6 +77,28 @@ def load_notes(engine: Engine, *, quiet: bool) -> None:
         f"slowest {slowest.file} at {slowest.mb_s:.0f} MB/s (deepinfer inspect --read compares with the disk)",
         quiet=quiet,
     )
+
+
+def fallback_notes(engine: Engine, *, quiet: bool) -> None:
+    """Say, one line a reason, which operations run in torch because kernels are not there, and what builds them."""
+    from deepinfer_engine.build_command import build_command
+
+    by_reason: dict[tuple[str, str], int] = {}
+    for backend, reason in engine.fallbacks.values():
+        kind = (backend, "not built") if "not built" in reason else (backend, reason)
+        by_reason[kind] = by_reason.get(kind, 0) + 1
+    for (backend, reason), count in by_reason.items():
+        command = build_command(engine.profile, engine.checkpoint.directory)
+        fix = f": {command}" if reason == "not built" else ""
+        render.note(f"{count} operations run in torch, slower: {backend}'s kernels: {reason}{fix}", quiet=quiet)
+
+
+def fallback_rows(engine: Engine) -> list[dict[str, str]]:
+    """Operations that run in torch for want of kernels, in a JSON document."""
+    return [
+        {"operation": op, "used": engine.runner.ops.chosen[op].backend, "passed_over": backend, "reason": reason}
+        for op, (backend, reason) in engine.fallbacks.items()
+    ]
 
 
 @contextmanager

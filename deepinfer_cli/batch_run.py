@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli import render
-from deepinfer_cli.announce import balance_text, closing_notes, experts_recorded
+from deepinfer_cli.announce import balance_text, closing_notes, experts_recorded, fallback_notes
 from deepinfer_cli.rank_report import rank_report
 from deepinfer_cli.ranks import Crew
 from deepinfer_engine.errors import Interrupted, PartialFailure, PeerLost, UsageError
@@ -89,6 +89,7 @@ def answer(options: BatchOptions, items: list[Item], launch: Launch, profile_dig
                     placement=launch.placement,
                     world=options.crew.world(launch.profile),
                 )
+            fallback_notes(engine, quiet=options.quiet)
             with engine:
                 run = BatchRun(engine, preparer, journal, model=checkpoint.config.digest[:12], created=int(time.time()))
                 with experts_recorded(engine, options.record_experts, quiet=options.quiet):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_cli import options, render
-from deepinfer_cli.announce import closing_notes, launch_notes
+from deepinfer_cli.announce import closing_notes, fallback_notes, launch_notes
 from deepinfer_engine.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def command(
     codec = ChatCodec(launch.checkpoint.directory, launch.checkpoint.config)
     with render.progress("loading", quiet=quiet) as advance:
         engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
+    fallback_notes(engine, quiet=quiet)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # the message then names the line
     if sys.stdin.isatty():

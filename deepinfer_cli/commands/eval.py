@@ -396,7 +396,7 @@ def run_job(job: Job, answerer: Answerer, ask: Ask) -> tuple[LogContent, Path]:
 def _open(answerer: Answerer, ask: Ask, plan: Plan) -> Backend:
     if answerer.endpoint is not None:
         return answerer.endpoint
-    from deepinfer_cli.announce import launch_notes
+    from deepinfer_cli.announce import fallback_notes, launch_notes
     from deepinfer_engine.engine import Engine
     from deepinfer_engine.evals.local import EngineBackend
 
@@ -405,6 +405,7 @@ def _open(answerer: Answerer, ask: Ask, plan: Plan) -> Backend:
     launch_notes(launch, quiet=ask.quiet)
     with render.progress("loading", quiet=ask.quiet) as advance:
         engine = Engine.open(launch.profile, launch.checkpoint.directory, device=launch.device, progress=advance)
+    fallback_notes(engine, quiet=ask.quiet)
     return EngineBackend(engine, launch, plan.sampling)
 
 

@@ -17,6 +17,7 @@ from deepinfer_cli.announce import (
     closing_notes,
     experts_recorded,
     experts_row,
+    fallback_rows,
     launch_notes,
     load_notes,
 )
@@ -197,7 +198,7 @@ def command(
     closing_notes(engine, quiet=quiet)
     if not live:
         experts = experts_row(engine, balance, explain=explain)
-        render.deliver(_text(format, results, launch, loaded.digest, experts), out)
+        render.deliver(_text(format, results, launch, loaded.digest, experts, engine), out)
     if explain:
         render.panel("ranks", rank_report(engine, balance), quiet=quiet)
     _summarise(results, balance, engine.drafts, quiet=quiet)
@@ -400,7 +401,14 @@ class _Live:
         sys.stdout.flush()
 
 
-def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str, experts: dict[str, Any] | None) -> str:
+def _text(
+    form: OutputFormat,
+    jobs: list[_Job],
+    launch: Launch,
+    digest: str,
+    experts: dict[str, Any] | None,
+    engine: Engine,
+) -> str:
     if form is OutputFormat.text:
         if len(jobs) == 1:
             return jobs[0].content + "\n"
@@ -414,6 +422,8 @@ def _text(form: OutputFormat, jobs: list[_Job], launch: Launch, digest: str, exp
         "weights_digest": launch.checkpoint.digest,
         "emulated": [asdict(r) for r in launch.replaced],
         "inactive": [asdict(i) for i in launch.inactive],
+        "fallbacks": fallback_rows(engine),
+        "kernels_compiled_while_serving": len(engine.compiled),
         "experts": experts,
         "results": rows,
     }

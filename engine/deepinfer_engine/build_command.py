@@ -27,7 +27,8 @@ def build_command(profile: Profile, model: Path | None = None) -> str:
     """``deepinfer build-kernels`` with the model (None: the embedded one) and what the profile of that name lacks."""
     platform = profile.hardware.platform
     if platform not in ("sm90", "sm100"):
-        return f"deepinfer build-kernels --target {platform}"
+        kept = profile.kernels.cache_dir
+        return f"deepinfer build-kernels --target {platform}" + (f" --set kernels.cache_dir={kept}" if kept else "")
     embedded = model is None or model.resolve() == model_dir(EMBEDDED).resolve()
     named = "" if embedded else f" --model {shlex.quote(str(model))}"
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deepinfer_engine.build_command import build_command
 from deepinfer_engine.cache.open_tiers import open_tiers
 from deepinfer_engine.config.model import ModelConfig
 from deepinfer_engine.config.profile import load_profile
@@ -55,6 +56,7 @@ from deepinfer_engine.types import (
 )
 from deepinfer_engine.weights.checkpoint import Checkpoint
 from deepinfer_engine.weights.reader import ShardReport
+from deepinfer_kernels.triton import families
 
 #: steps whose host times are kept
 _KEPT_STEPS = 4096
@@ -131,6 +133,7 @@ class Engine:
         self.drafts = DraftCounts()
         self._survivals: dict[int, np.ndarray] = {}  # [J] by uid, of the drafts that the next step may verify
         self.steps = 0
+        self._compiled_before = len(families.compiled)
         self._marks = ThinkMarks.of(tokenizer)
         self._tracks: dict[int, AnswerTrack] = {}
         self._started: dict[int, float] = {}
@@ -384,7 +387,24 @@ class Engine:
 
     def notes(self) -> list[str]:
         """What went wrong beside the answers, one line each; complete after ``close``."""
-        return self.scheduler.reuse.notes()
+        lines = self.scheduler.reuse.notes()
+        if self.compiled:
+            lines = [
+                *lines,
+                f"{len(self.compiled)} kernels were compiled while serving, first {self.compiled[0]}: no kernel cache "
+                f"held them ({build_command(self.profile, self.checkpoint.directory)})",
+            ]
+        return lines
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Names of the kernels that this process has compiled since the engine was made; none when all were built."""
+        return tuple(families.compiled[self._compiled_before :])
+
+    @property
+    def fallbacks(self) -> dict[str, tuple[str, str]]:
+        """Operations that torch computes here in place of compiled kernels: which, and why not."""
+        return self.runner.ops.fallbacks
 
     def __enter__(self) -> Engine:
         return self

@@ -39,6 +39,8 @@ from deepinfer_kernels.vendor import families as vendor
 _EVERYWHERE = frozenset({"cpu", "sm90", "sm100"})
 _GPUS = frozenset({"sm90", "sm100"})
 _ALL = frozenset(NUMERICS)
+#: backends that are torch operations, alone or one after another
+_TORCH = frozenset({"reference", "torch", "parts", "tiled"})
 
 #: compiled experts read weights as the compiled ``prepare_weight`` packs them; others would unpack them at every call
 _COMPILED_PARTNERS = {"moe_experts": "prepare_weight", "prepare_weight": "moe_experts"}
@@ -190,6 +192,8 @@ class Ops:
         self.numerics = numerics
         self.platform = platform
         self.chosen = dict(chosen)
+        #: operation → the backend that goes first and why it does not serve here, where torch computes it instead
+        self.fallbacks: dict[str, tuple[str, str]] = {}
         for name, implementation in chosen.items():
             fn = implementation.fn
             if cache is not None and implementation.bound is not None:
@@ -225,6 +229,7 @@ def resolve(
     if unknown:
         raise KeyError(f"unknown operations {sorted(unknown)}; known: {', '.join(sorted(OPS))}")
     chosen: dict[str, Implementation] = {}
+    fallbacks: dict[str, tuple[str, str]] = {}
     for name in sorted(OPS, key=lambda op: op not in named):  # partners follow what is named
         wanted = named.get(name)
         if wanted is None and _taken_apart(name, named, backend):
@@ -241,10 +246,14 @@ def resolve(
             if reason is None:
                 chosen[name] = implementation
                 break
+            if implementation.backend not in _TORCH and _fits(implementation, mode, platform, batch_invariant) is None:
+                fallbacks.setdefault(name, (implementation.backend, reason))
             reasons.append(f"{implementation.backend}: {reason}")
         else:
             raise KernelError(name, tuple(reasons))
-    return Ops(NUMERICS[mode], platform, {name: chosen[name] for name in OPS}, cache or default_cache())
+    ops = Ops(NUMERICS[mode], platform, {name: chosen[name] for name in OPS}, cache or default_cache())
+    ops.fallbacks = {name: fallbacks[name] for name in OPS if name in fallbacks and chosen[name].backend in _TORCH}
+    return ops
 
 
 def _taken_apart(name: str, named: Mapping[str, str], backend: str) -> bool:
@@ -289,13 +298,18 @@ def why_not(
     shapes: Shapes | None = None,
 ) -> str | None:
     """The reason an implementation cannot serve, in one sentence; None when it can."""
+    reason = _fits(implementation, mode, platform, batch_invariant) or implementation.missing(cache)
+    if reason is None and shapes is not None:
+        reason = implementation.lacks(shapes, platform, cache or default_cache())
+    return reason
+
+
+def _fits(implementation: Implementation, mode: str, platform: str, batch_invariant: bool) -> str | None:
+    """Why an implementation is not for a platform and numerics, whatever is built; None where it is."""
     if batch_invariant and not implementation.batch_invariant:
         return "its result may depend on the batch"
     if platform not in implementation.platforms:
         return f"runs on {', '.join(sorted(implementation.platforms))}, not on {platform}"
     if mode not in implementation.numerics:
         return f"honours {', '.join(sorted(implementation.numerics))} numerics, not {mode}"
-    reason = implementation.missing(cache)
-    if reason is None and shapes is not None:
-        reason = implementation.lacks(shapes, platform, cache or default_cache())
-    return reason
+    return None

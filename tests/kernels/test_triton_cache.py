@@ -69,7 +69,8 @@ def test_operations_whose_kernels_are_absent_are_passed_over_one_by_one(built):
 
 def test_triton_that_is_demanded_is_refused_with_how_many_are_absent_and_the_command(built):
     demanded = profile(built, "kernels.overrides.linear=triton")
-    with pytest.raises(NotReadyError, match=r"linear: .*\d+ of its kernels are not built.*first \S+.* \(\d+ of all") as e:
+    said = r"linear: .*\d+ of its kernels are not built.*first \S+.* \(\d+ of all"
+    with pytest.raises(NotReadyError, match=said) as e:
         resolve_ops(demanded, checkpoint())
     assert "build-kernels --target sm90 --profile h200x1-nano" in (e.value.hint or "")
     resolve_ops(profile(built, "kernels.overrides.rms_norm=triton"), checkpoint())

@@ -57,6 +57,9 @@ BATCH_DEPENDENT = {
 #: about 24 bits of a sum of bf16 products, and short sums were seen to differ by 1.0e-6
 TOLERANCES = {"head_logits": Tolerance(relative=3e-6)}
 
+#: names of the kernels compiled in this process because no cache held them; does not grow once all shapes were met
+compiled: list[str] = []
+
 #: Triton's cache while an operation of an engine runs, None: Triton's own; other engines may have others, in other
 #: threads
 folder: ContextVar[str | None] = ContextVar("folder", default=None)

@@ -19,8 +19,8 @@ from deepinfer_kernels.triton import families
 
 #: kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1): for tests
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-#: names of the kernels compiled in this process because no cache held them; does not grow once all shapes were met
-compiled: list[str] = []
+#: see ``families``, which can be asked where there is no triton
+compiled = families.compiled
 
 
 def _note(*, src: Any, cache_hit: bool, **_: Any) -> None:
