@@ -12,7 +12,7 @@ class Shapes:
     """The sizes of a model that kernels are made for.
 
     ``routers``: (experts, choices, slots of this process, expert width) of the backbone and of draft blocks;
-    ``all_slots``: their slots of all processes.
+    ``all_slots``: their slots of all processes; ``normalise``: whether weights of choices add up to one.
     ``products``: (outputs, inputs, kind) of every projection; ``rows``: widths that are normed. ``hash``: (n-gram
     orders, heads, width of a table row) of the hash memory, None without one; ``heads``: (outputs, inputs) of products
     with f32 results; ``tables``: widths of embeddings; ``choice``: (entries, entries of a block, blocks) that index
@@ -31,6 +31,7 @@ class Shapes:
     Di: int
     routers: tuple[tuple[int, int, int, int], ...]
     all_slots: tuple[int, ...]
+    normalise: bool
     products: tuple[tuple[int, int, Kind], ...]
     rows: tuple[int, ...]
     V: int

@@ -114,6 +114,22 @@ def test_no_two_rows_of_gpu_kernels_look_alike(capsys, cache):
     assert f"N={sizes['N']}, K={sizes['K']}, " in shown[product] and "X=" not in shown[product], "all take bf16"
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_gates_of_a_config_are_built_whether_it_normalises_choices_or_not(capsys, cache, tmp_path, normalise):
+    needs_triton()
+    from deepinfer_engine.config.resources import model_dir
+
+    config = json.loads((model_dir("nano") / "config.json").read_text())
+    assert config["text_config"]["norm_topk_prob"] is True
+    config["text_config"]["norm_topk_prob"] = normalise
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(config))
+    arguments = ["--target", "sm90", "--ops", "gate_topk", "--model", str(model), "--dry-run", "--format", "jsonl"]
+    code, out, _ = run([*arguments, *cache], capsys)
+    sizes = [json.loads(row)["sizes"] for row in out.splitlines()]
+    assert code == 0 and {s["NORMALISE"] for s in sizes if "NORMALISE" in s} == {normalise}
+
+
 def test_a_gpu_kernel_that_fails_is_named_with_the_line_of_its_compiler(capfd, cache, tmp_path, monkeypatch):
     needs_triton()
     version = "Cuda compilation tools, release 12.9, V12.9.86"

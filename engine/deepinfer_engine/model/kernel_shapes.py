@@ -60,6 +60,7 @@ def kernel_shapes(config: ModelConfig, profile: Profile) -> Shapes:
         Di=Di,
         routers=tuple(routers),
         all_slots=tuple(slots // shared * profile.ranks for _, _, slots, _ in routers),
+        normalise=c.norm_topk_prob,
         products=tuple(dict.fromkeys(products)),
         rows=(H, ql, D, Di),
         V=c.vocab_size,

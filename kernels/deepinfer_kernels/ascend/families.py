@@ -145,7 +145,7 @@ def _wanted(s: Shapes) -> Iterator[tuple[str, str, dict[str, int | str | bool]]]
     yield "linear_grouped", "cube.grouped", {"S": s.groups, **_product(s.group_out, s.N * s.D // s.groups)}
     for experts, choices, slots, width in s.routers:
         yield "gate_topk", "cube.linear", {**_product(experts, s.H), "WIDE": True}
-        yield "gate_topk", "rows.gate_topk", {"E": experts, "K": choices, "NORMALISE": True}
+        yield "gate_topk", "rows.gate_topk", {"E": experts, "K": choices, "NORMALISE": s.normalise}
         yield "moe_combine", "rows.moe_combine", {"H": s.H, "K": choices}
         yield "moe_experts", "cube.grouped", {"S": slots, **_product(width, s.H)}
         yield "moe_experts", "cube.grouped", {"S": slots, **_product(s.H, width)}

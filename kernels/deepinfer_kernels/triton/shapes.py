@@ -150,7 +150,7 @@ def _calls(s: Shapes) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "mhc_collapse", (_empty(T, s.C, s.H), _f32(T, s.C)), {}
     yield "mhc_expand", (_empty(T, s.C, s.H), _empty(T, s.H), _f32(T, s.C), _f32(T, s.C, s.C)), {}
     for experts, choices, slots, width in s.routers:
-        choice = dict(k=choices, normalise=True, scale=1.0, temperature=1.0)
+        choice = dict(k=choices, normalise=s.normalise, scale=1.0, temperature=1.0)
         for tokens in (T, 2048):
             yield "gate_topk", (_empty(tokens, s.H), _f32(experts, s.H), _f32(experts)), choice
         yield "moe_combine", (_empty(T * choices, s.H), _i64(T * choices), _empty(T, s.H), choices), {}
