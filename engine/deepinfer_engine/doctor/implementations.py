@@ -47,17 +47,22 @@ def check_implementations(profile: Profile | None, platform: str, model: Path | 
         by_backend[implementation.backend].append(op)
     counts = ", ".join(f"{len(ops)} {backend}" for backend, ops in sorted(by_backend.items()))
     lines = [f"{backend}: {', '.join(ops)}" for backend, ops in sorted(by_backend.items())]
-    passed_over: dict[tuple[str, str], list[str]] = defaultdict(list)
+    passed_over: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # forms of an operation share a reason
+    elsewhere: dict[str, set[str]] = defaultdict(set)
     for op, implementation in chosen.items():
         for candidate in IMPLEMENTATIONS[op]:
             if candidate is implementation:
                 break
-            if platform not in candidate.platforms and candidate.backend in _backends(op, platform):
-                continue  # further down the list on this platform
+            if platform not in candidate.platforms:
+                if candidate.backend not in _backends(op, platform):  # else it is further down the list
+                    elsewhere[candidate.backend].add(op)
+                continue
             reason = why_not(candidate, mode, platform, **given)
             if reason is not None:
-                passed_over[candidate.backend, reason].append(op)
+                passed_over[candidate.backend, reason][op] = None
     lines += [f"not {backend} ({reason}): {', '.join(ops)}" for (backend, reason), ops in passed_over.items()]
+    if elsewhere:
+        lines.append(f"not for {platform}: {', '.join(f'{name} ({len(ops)})' for name, ops in elsewhere.items())}")
     before: dict[tuple[str, str], list[str]] = defaultdict(list)
     for op, implementation in chosen.items():
         rows = IMPLEMENTATIONS[op]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -378,6 +379,11 @@ def test_operations_list_choices_and_passed_over_candidates():
     assert finding.status == "pass" and finding.found.startswith(f"{len(OPS)} on cpu in fast numerics")
     listed = " ".join(line.partition(": ")[2] for line in finding.details)
     assert all(op in listed for op in OPS)
+    for line in finding.details:
+        ops = line.partition(": ")[2].split(", ")
+        assert len(ops) == len(set(ops)), line
+    elsewhere = [line for line in finding.details if "triton" in line]
+    assert len(elsewhere) == 1 and re.fullmatch(r"not for cpu: triton \(\d+\), tilelang \(3\)", elsewhere[0])
     (finding,) = implementations.check_implementations(profile("cpu-nano", "numerics.mode=reference"), "cpu")
     assert "not torch (honours fast numerics, not reference): moe_experts" in finding.details
 
