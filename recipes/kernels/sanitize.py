@@ -24,11 +24,16 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 _ROWS = "agrees_with_the_reference and "
 #: what is run → (package it needs, its cases, which of them)
 CASES = {
-    "triton": ("triton", "tests/kernels/triton_cases.py", _ROWS + "-2]"),
+    "triton": (
+        "triton",
+        "tests/kernels/triton_cases.py",
+        f"({_ROWS}-2]) or rows_are_stored or cannot_read_as_they_lie or packed_weights "
+        "or (uneven_slots and (counts0 or counts2 or counts3)) or (matrix_written_out and 257)",
+    ),
     "triton-step": (
         "triton",
         "tests/kernels/triton_step_cases.py",
-        "not refused and not f32_products and not same_bits and not 5000 and not 9000 and not 20000",
+        "not refused and not 70-64-1000 and not same_bits and not 5000 and not 9000 and not 20000",
     ),
     "triton-draw": (
         "triton",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -95,6 +96,44 @@ def test_the_names_of_cases_select_some(pytestconfig):
         text = (pytestconfig.rootpath / path).read_text()
         for word in re.findall(r"[a-z_]*[a-z]_[a-z_0-9]+", which):
             assert word in text, (path, word)
+
+
+#: row of cases → parts of test names of which some have to be chosen, and of those that take too long under a tool
+CHOSEN = {
+    "triton": (
+        (
+            *(
+                f"agrees_with_the_reference[{op}-2]"
+                for op in ("linear", "moe_experts", "attend_cached", "index_scores")
+            ),
+            "test_rows_are_stored_where_they_belong",  # store_rows
+            "test_weights_that_kernels_cannot_read_as_they_lie",  # prepare_weight, without tiles
+            "test_packed_weights_are_what_any_operation_reads",  # prepare_weight, in tiles
+            *(f"test_every_row_of_uneven_slots_is_computed[counts{i}]" for i in (0, 2, 3)),
+            "test_many_tokens_take_the_matrix_written_out[257]",  # the dense route
+        ),
+        ("of_flash", "real_size", "counts1]", "[260]", "-40]"),
+    ),
+    "triton-step": (
+        tuple(f"test_logits_agree_with_f32_products[{sizes}]" for sizes in ("1-300-160", "3-1-192", "17-129-200")),
+        ("[70-64-1000]", "same_bits", "[5000]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", list(CHOSEN))
+def test_what_only_a_device_runs_is_chosen_and_small(pytestconfig, row):
+    needs, left_out = CHOSEN[row]
+    pytest.importorskip(sanitize.CASES[row][0])
+    command = [sys.executable, "-m", *sanitize.cases_of(row), "--collect-only", "-p", "no:xdist"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run(
+        command, cwd=pytestconfig.rootpath, env=environment, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    chosen = [line for line in found if "::" in line]
+    for part in needs:
+        assert any(part in line for line in chosen), (part, found[-3:])
+    assert not [line for line in chosen for part in left_out if part in line]
 
 
 def test_a_command_that_does_not_end_is_killed_with_what_it_started(tmp_path):
