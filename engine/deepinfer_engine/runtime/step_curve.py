@@ -119,6 +119,7 @@ class StepTimer:
 
     def _stand_still(self, rows: int) -> None:
         self.spec.length[1 : rows + 1] = _LENGTH
+        self.spec.recent[1 : rows + 1] = 3  # a row that has verified nothing has no newest token
         if self.runner.device.startswith("cuda"):
             torch.cuda.synchronize()
 
